@@ -30,6 +30,10 @@ def _print_run(run: dict[str, Any], as_json: bool) -> None:
     for key in ("id", "name", "model", "entry", "state", "reason", "args", "stop"):
         if run.get(key):
             typer.echo(f"{key:8} {run[key] if isinstance(run[key], str) else json.dumps(run[key])}")
+    if restarts := sum(place["restarts"] for place in run.get("places", ())):
+        typer.echo(f"restarts {restarts}")
+    if run.get("error") and run["state"] not in ENDED:  # of one that has failed, the reason has all of it
+        typer.echo(f"error    {run['error']}")
 
 
 @app.command("list")

@@ -16,6 +16,7 @@ import os
 import re
 import shutil
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields
@@ -218,6 +219,12 @@ class StateDir:
                 with suppress(OSError):  # a full disk needs the room most
                     shutil.copyfile(log, log.with_suffix(".log.1"))
                 os.truncate(log, 0)
+
+    def mark_used(self) -> None:
+        """Mark the files here and the logs as just read: whoever tidies temporary folders goes by age."""
+        for file in (*self.path.glob("*"), *self.logs.glob("*")):
+            with suppress(OSError):  # it may just have been moved
+                os.utime(file, ns=(time.time_ns(), file.stat().st_mtime_ns))
 
     def tail(self, name: str, lines: int = 20) -> str:
         """Return the last lines of one log; empty if there is none."""

@@ -94,8 +94,8 @@ class Supervisor:
     async def run_child(self, spec: ChildSpec) -> None:
         """Run one child and restart it when it ends, until the cluster stops.
 
-        A worker that exits with 0 and a shard that the plan no longer has are not restarted.  Raises StartFailed after
-        START_ATTEMPTS_MAX deaths before the cluster is ready.
+        A shard that the plan no longer has is not restarted.  Raises StartFailed after START_ATTEMPTS_MAX deaths before
+        the cluster is ready.
         """
         self._kept.add(spec.name)
         try:
@@ -131,7 +131,7 @@ class Supervisor:
         signal_group(child.pid, signal.SIGKILL)  # its own children, if any
         self.guard.remove(child.pid)
         del self.alive[spec.name]
-        if not self._wanted(spec) or (spec.kind == "worker" and code == 0):
+        if not self._wanted(spec):
             if spec.kind == "shard" and code not in (0, -signal.SIGTERM):  # the signal itself ends one that starts
                 lost = f"{spec.name} ended with {code} before everything was stored: {self.state.log(spec.name)}"
                 log.error("%s", lost)
@@ -275,13 +275,13 @@ class Supervisor:
             await self._end(sorted(before - self._wanted_shards), self._grace_s("shard"))
 
     async def _tend_folder(self) -> None:
-        """Keep the logs short; stop the cluster if its folder is gone, as psctl then has no other way to."""
+        """Keep the logs short and all files in use; stop if the folder is gone, as psctl then has no other way to."""
         while True:
             await asyncio.sleep(FOLDER_S)
             if not self.state.is_locked_by(self.lock):
                 log.error("%s has been removed or renamed: the cluster stops", self.state.path)
                 self.stop.set()
-            os.utime(self.lock)  # whoever tidies temporary folders goes by age
+            self.state.mark_used()
             with suppress(OSError):  # next time
                 self.state.bound_logs()
 

@@ -75,7 +75,7 @@ def train(
     options: dict[str, Any] = {"evaluate_every": evaluate_every, "checkpoint_every": checkpoint_every}
     if (token := worker_token(url)) is not None:
         os.environ["PARAMSERVER_TOKEN"] = token  # inherited by the workers: no file or command line shows it
-    state, failed = StateDir(Path(tempfile.mkdtemp(prefix="paramserver-train-"))), False
+    state, failed = StateDir(Path(tempfile.mkdtemp(prefix="paramserver-train-"))), True
     try:
         paths = [str(folder)]
         if target.endswith(".py"):
@@ -96,13 +96,12 @@ def train(
                 _stop(client, run["id"])
                 raise
             _report(ended, training)
-    except (Failed, PsError):
-        failed = True
-        if state.logs.exists():
-            typer.echo(f"what the workers have printed is in {state.logs}", err=True)
-        raise
+        failed = False
     finally:
         state.discard(keep_logs=failed)
+        if failed and state.logs.exists():
+            with suppress(OSError):  # the terminal may be gone
+                typer.echo(f"what the workers have printed is in {state.logs}", err=True)
 
 
 def _entry(target: str) -> tuple[str, Path]:

@@ -78,6 +78,7 @@ class History:
         self._workers: dict[str, dict[str, int]] = {}
         self._versions: dict[tuple[str, int], deque[tuple[float, int]]] = {}
         self._runs: dict[str, str] | None = None
+        self._restarts: dict[str, int] = {}
         self._shards: dict[str, tuple[str, int]] | None = None
         self._moving = 0
         self._redis = "ok"
@@ -250,7 +251,12 @@ class History:
                 why = (run.reason.strip().splitlines() or [""])[-1]
                 text = f"run {run.name or run.id} is {run.state}{why and ': ' + why}"
                 self.add(now, f"run_{run.state}", text, RUN_LEVELS.get(run.state, "info"))
+            again = self._runs is not None and run.restarts > self._restarts.get(run.id, 0)
+            if again and run.state not in ENDED:  # else it is told why it has ended
+                text = f"run {run.name or run.id} goes on after an exception of {run.error}"
+                self.add(now, "run_restarted", text, "bad")
         self._runs = states
+        self._restarts = {r.id: r.restarts for r in runs}
 
     def _note_troubles(self, status: Status, now: float) -> None:
         if status.cluster.redis != self._redis:

@@ -232,9 +232,10 @@ def _run(r: Document, clock: int | None) -> RunStatus:
     if r["state"] == "finished":
         parts = [1.0]
     return RunStatus(
-        **{k: r[k] for k in ("id", "name", "model", "entry", "state", "reason", "created_s", "ran_s", "stop")},
+        **{k: r[k] for k in ("id", "name", "model", "entry", "state", "reason", "error", "created_s", "ran_s", "stop")},
         workers=len(places),
         placed=sum(p["member"] is not None for p in places),
+        restarts=sum(p["restarts"] for p in places),
         clocks=clocks,
         progress=min(1.0, max(parts)) if parts else None,
     )

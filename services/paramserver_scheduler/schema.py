@@ -139,8 +139,10 @@ class RunStatus(BaseModel):
     reason: str = ""
     workers: int = Field(description="places wanted")
     placed: int = Field(description="places taken")
+    restarts: int = Field(default=0, description="how often its functions were called again after an exception")
+    error: str = Field(default="", description="last line of the newest exception under this leader, and whose")
     created_s: float = Field(description="seconds since 1970")
-    ran_s: float = Field(description="seconds in state running")
+    ran_s: float = Field(description="seconds in state running, but for those in which the model waits for min_workers")
     clocks: int | None = Field(description="clocks since it began; null when it has ended")
     stop: dict[str, Any] = Field(description="when it ends", examples=[{"minutes": 10}])
     progress: float | None = Field(description="from 0 to 1; null when nothing says how long it is to run")

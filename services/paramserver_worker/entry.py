@@ -1,7 +1,11 @@
 """Entry points (`package.module:function`): check, load and run them."""
 
 import importlib
-from collections.abc import Callable, Mapping, Sequence
+import os
+import sys
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from inspect import isasyncgenfunction, iscoroutinefunction, isgeneratorfunction
 from typing import Any
 
@@ -51,9 +55,34 @@ def run(client: ps.Client, function: Entry, args: Mapping[str, Any], *, model: s
     """Join `model` as a worker, call `function(worker, **args)`, leave.
 
     `place` is the run's document with `worker` (the id to join under) and `rank`; empty outside a run. Raises whatever
-    the function raises.
+    the function raises. A child that the function forks ends where it leaves the function.
     """
     worker = client.model(model).worker(place.get("worker"), rank=place.get("rank"))
     worker.run = place or None
-    with worker:
+    with worker, _child_ends():
         function(worker, **args)
+
+
+@contextmanager
+def _child_ends() -> Iterator[None]:
+    """End a child forked in the block as it leaves it, with the status of `sys.exit()` or 1: the rest is its parent's.
+
+    It would report the place as done, and go on as a member of the pool.
+    """
+    parent, status = os.getpid(), 0
+    try:
+        yield
+    except BaseException as e:
+        if os.getpid() == parent:
+            raise
+        if isinstance(e, SystemExit) and (e.code is None or isinstance(e.code, int)):
+            status = e.code or 0
+        else:
+            status = 1
+            traceback.print_exc()
+    finally:
+        if os.getpid() != parent:
+            for stream in (sys.stdout, sys.stderr):
+                with suppress(Exception):
+                    stream.flush()
+            os._exit(status)

@@ -6,6 +6,7 @@ main thread; meanwhile another thread sends heartbeats and notices when the plac
 
 import logging
 import os
+import signal
 import threading
 import time
 import traceback
@@ -135,6 +136,8 @@ class PoolMember:
             except (Terminated, KeyboardInterrupt):
                 raise
             except SystemExit as e:  # the function ended by itself
+                if e.code == 128 + signal.SIGTERM:  # of a handler of its own, which has taken the place of ours
+                    raise
                 error = None if e.code in (None, 0) else f"{place['entry']} ended with sys.exit({e.code!r})"
             except PsError as e:
                 error = f"{traceback.format_exc()[-TRACEBACK_CHARS:]}\n{e}"

@@ -423,10 +423,15 @@ def test_a_failing_script_shows_its_traceback(shared_cluster: Cluster, tmp_path:
     assert "broken.py" in done.stderr
     run = json.loads(shared_cluster.psctl("run", "list", "--json").stdout)["items"][0]
     assert run["state"] == "failed"
-    logs = Path(done.stderr.split("what the workers have printed is in ")[1].splitlines()[0])
-    printed = "".join(log.read_text() for log in logs.glob("worker-*"))
+    assert "no data of size 7" in printed(done.stderr)
+
+
+def printed(errors: str) -> str:
+    """Remove the logs that a `psctl train` has left, and return what its workers have printed."""
+    logs = Path(errors.split("what the workers have printed is in ")[1].splitlines()[0])
+    text = "".join(log.read_text() for log in logs.glob("worker-*"))
     shutil.rmtree(logs.parent)
-    assert "no data of size 7" in printed
+    return text
 
 
 def test_what_follows_the_loop_is_done_before_a_training_ends(shared_cluster: Cluster, tmp_path: Path) -> None:
@@ -455,7 +460,10 @@ def test_what_follows_the_loop_is_done_before_a_training_ends(shared_cluster: Cl
 def test_an_interrupted_training_stops_its_run(
     shared_cluster: Cluster, tmp_path: Path, number: signal.Signals, code: int
 ) -> None:
-    """Ctrl-C, SIGTERM and a terminal that is closed end `psctl train`, stop its run and leave no worker process."""
+    """Ctrl-C, SIGTERM and a terminal that is closed end `psctl train`, stop its run and leave no worker process.
+
+    What the workers have printed is left.
+    """
     model = f"endless-{code}"
     (tmp_path / "endless.py").write_text(
         "def train(worker):\n    while not worker.draining:\n        worker.step({'w': [1.0, 1.0]})\n"
@@ -472,6 +480,7 @@ def test_an_interrupted_training_stops_its_run(
 
     assert train.returncode == code
     assert "Traceback" not in errors
+    assert "place.begins" in printed(errors)
     (run,) = [r for r in client.runs() if r["model"] == model]
     assert run["state"] == "stopped"
     eventually(lambda: not marked(str(tmp_path)), what="the end of every worker")

@@ -18,6 +18,15 @@ SHARDS = [
 ]
 LISTS: dict[str, list[dict[str, Any]]] = {"/models": MODELS, "/shards": SHARDS}
 
+RUNS: dict[str, dict[str, Any]] = {
+    "/runs/run-1": {
+        "id": "run-1",
+        "state": "running",
+        "error": "worker 1: ValueError: no data",
+        "places": [{"place": i, "restarts": i} for i in range(3)],
+    }
+}
+
 
 class Paged(BaseHTTPRequestHandler):
     """A scheduler whose pages have one item, as if that were large."""
@@ -28,6 +37,8 @@ class Paged(BaseHTTPRequestHandler):
         start = int(parse_qs(at.query).get("after", ["0"])[0])
         items = LISTS.get(at.path)
         page: dict[str, Any] = {}
+        if at.path in RUNS:
+            page = RUNS[at.path]
         if items is not None:
             page = {"items": items[start : start + 1], "next": str(start + 1) if start + 1 < len(items) else None}
         body = json.dumps(page).encode()
@@ -72,3 +83,14 @@ def test_all_shards_count(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("paramserver_cli.moves.QUIET_S", 0.0)
     done = CliRunner().invoke(app, ["scale", "shards", "3", "--url", url, "--timeout", "1"])
     assert (done.exit_code, done.stdout) == (0, "3 shards\n")
+
+
+def test_the_exceptions_that_a_run_has_survived_are_shown(url: str) -> None:
+    """`psctl run show` says how often functions of the run were called again, and what was raised last."""
+    shown = CliRunner().invoke(app, ["run", "show", "run-1", "--url", url])
+    assert shown.stdout.splitlines() == [
+        "id       run-1",
+        "state    running",
+        "restarts 3",
+        "error    worker 1: ValueError: no data",
+    ]

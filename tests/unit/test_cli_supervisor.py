@@ -7,6 +7,7 @@ import os
 import shutil
 import signal
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, nullcontext
 from pathlib import Path
@@ -34,6 +35,15 @@ def supervisor(tmp_path: Path) -> Iterator[Supervisor]:
         yield found
 
 
+async def run_once(supervisor: Supervisor, command: list[str]) -> None:
+    """Run a worker until its end is noticed."""
+    async with asyncio.TaskGroup() as tasks:
+        tasks.create_task(supervisor.run_child(ChildSpec("worker-0", "worker", command)))
+        while not supervisor.restarts:
+            await asyncio.sleep(0.05)
+        supervisor.stop.set()
+
+
 def test_a_process_that_cannot_be_started_is_tried_again(supervisor: Supervisor, tmp_path: Path) -> None:
     """A restart that fails, as while `.venv` is rebuilt, is repeated; the rest of the cluster runs on.
 
@@ -43,7 +53,7 @@ def test_a_process_that_cannot_be_started_is_tried_again(supervisor: Supervisor,
 
     async def run() -> None:
         async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(supervisor.run_child(ChildSpec("worker-0", "worker", [str(program)])))
+            tasks.create_task(run_once(supervisor, [str(program)]))
             await asyncio.sleep(1)
             program.write_text("#!/bin/sh\necho runs\n")
             program.chmod(0o700)
@@ -74,8 +84,27 @@ def kill_guard(supervisor: Supervisor) -> None:
 def test_a_process_is_started_all_the_same(supervisor: Supervisor, happens: Callable[[Supervisor], None]) -> None:
     """A process is started, and its end noticed, although the logs were deleted or the guard process was killed."""
     happens(supervisor)
-    virtual_time.run(supervisor.run_child(ChildSpec("worker-0", "worker", [sys.executable, "-c", "print('ran')"])))
+    virtual_time.run(run_once(supervisor, [sys.executable, "-c", "print('ran')"]))
     assert supervisor.state.log("worker-0").read_text() == "ran\n"
+
+
+def test_a_worker_that_ends_without_an_error_is_started_again(supervisor: Supervisor, tmp_path: Path) -> None:
+    """A function that ends the process, as by `os._exit(0)`, leaves no place empty: deaths in a row fail the run.
+
+    `psctl train` waited for ever for a worker that would never come.
+    """
+    script = f"echo x >> {tmp_path}/starts; [ $(wc -l < {tmp_path}/starts) = 1 ] && exit 0; exec sleep 60"
+
+    async def run() -> None:
+        async with asyncio.TaskGroup() as tasks:
+            child = tasks.create_task(supervisor.run_child(ChildSpec("worker-0", "worker", ["/bin/sh", "-c", script])))
+            while not child.done() and not (supervisor.restarts and supervisor.alive):
+                await asyncio.sleep(0.05)
+            supervisor.stop.set()
+            await supervisor._end(["worker-0"], 0.0)
+
+    virtual_time.run(run())
+    assert supervisor.restarts == {"worker-0": 1}
 
 
 @pytest.mark.parametrize("take", [lambda folder: StateDir(folder).lock(), lambda _: ports.reserve(1)])
@@ -119,3 +148,26 @@ def test_a_cluster_whose_folder_is_removed_stops(supervisor: Supervisor) -> None
     supervisor.publish()
     assert supervisor.state.supervisor() is not None
     virtual_time.run(run())
+
+
+def test_no_file_of_a_training_of_weeks_looks_unused(supervisor: Supervisor) -> None:
+    """The files that workers are started with, and their logs, are not what a tidied temporary folder loses by age.
+
+    After ten days a worker that died was not started again: its module had been deleted.  Times of writing stay.
+    """
+    supervisor.state.make()
+    files = [supervisor.state.path / "job_0a1b.py", supervisor.state.path / "lock", supervisor.state.log("worker-0")]
+    for file in files:
+        file.touch()
+        os.utime(file, (1e9, 1e9))
+    (supervisor.state.path / "gone.json").symlink_to("nowhere")
+
+    async def run() -> None:
+        tending = asyncio.create_task(supervisor._tend_folder())
+        await asyncio.sleep(60)
+        tending.cancel()
+
+    virtual_time.run(run())
+    now = time.time()
+    assert [now - 60 < file.stat().st_atime for file in files] == [True] * 3
+    assert [file.stat().st_mtime for file in files] == [1e9] * 3

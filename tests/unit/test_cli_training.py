@@ -117,7 +117,7 @@ def test_a_training_whose_run_does_not_run_says_why(
     monkeypatch.setattr("paramserver_cli.display.PLAIN_EVERY_S", 0.0)
     worker = {"worker": "m/w0", "clock": 3, "lag": None, "metrics": {}, "state": "active", "alive": True}
     run = Run("run-1", "r", "m", "m:f", {}, StopRule(), [Place(), Place()], 0.0)
-    run.settle(0.0, how_to_start("m:f", [["other"]]))
+    run.settle(0.0, how_to_start("m:f", [["other"]]), 0)
     states = [
         (run.state, run.reason),
         ("paused", "paused by request"),
@@ -240,6 +240,25 @@ def test_what_workers_print_is_named_and_stays_if_the_training_fails(end: str, b
     if folder.exists():
         assert [p.relative_to(folder) for p in folder.rglob("*.log")] == [Path("logs/worker-0.log")]
         assert [p.name for p in folder.iterdir()] == ["logs"]
+
+
+@pytest.mark.parametrize("end", [KeyboardInterrupt(), Terminated(143), RuntimeError("a bug")])
+def test_what_workers_have_printed_stays_if_the_training_is_interrupted(
+    end: BaseException, begin: Callable[..., Result]
+) -> None:
+    """The logs stay, and are named, if `psctl train` ends by Ctrl-C, by a signal, or by what nobody has foreseen.
+
+    They were deleted, and with them what the workers had printed for hours.
+    """
+
+    def get_run(*_: object, **__: object) -> None:
+        raise end
+
+    done = begin(get_run=get_run, set_run=lambda *_, **__: None)
+    named = re.search(r"what the workers have printed is in (\S+)", done.stderr)
+    assert named, done.output
+    assert [p.name for p in Path(named[1]).iterdir()] == ["worker-0.log"]
+    assert done.exit_code != 0
 
 
 def test_a_run_is_stopped_if_the_terminal_closes_as_its_first_line_is_printed(

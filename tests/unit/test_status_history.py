@@ -112,6 +112,27 @@ async def test_a_run_that_has_ended_makes_no_progress() -> None:
     assert await progress() == [0.0, None]
 
 
+async def test_an_exception_that_ends_no_run_is_an_event() -> None:
+    """A function that is called again leaves a trace: who raised, the last line of what, and how often in all."""
+    d, service = of_models(1)
+    d.ask(partial(io.CreateRun, model="m00", entry="a.b:c"))
+    d.ask(partial(io.JoinPool, name="p", allow=["a"]))
+    for error in ("", "Traceback\n  File\nValueError: no \x1b[2J data" + 1000 * "." + "\n", "ValueError: the end"):
+        if error:
+            d.ask(partial(io.PlaceDone, run="run-1", place=0, member="p", epoch=1, error=error))
+        for _ in range(2):
+            service.history.record(await overview.describe(service), d.now)
+
+    assert [(e.kind, e.level, e.text[:58]) for e in service.history.events] == [
+        ("run_restarted", "bad", "run run-1 goes on after an exception of worker 0: ValueErr"),
+        ("run_restarted", "bad", "run run-1 goes on after an exception of worker 0: ValueErr"),
+    ]
+    assert service.history.events[0].text.endswith(": ValueError: the end")
+    assert "no ?[2J data..." in service.history.events[1].text
+    assert len(service.history.events[1].text) < 300
+    assert d.core.read.run("run-1")["error"] == "worker 0: ValueError: the end"
+
+
 def start_runs(d: Driver) -> None:
     """Start a long run, then one more short run than a status shows, each of which ends."""
     d.ask(partial(io.CreateRun, model="m00", entry="a.b:c"))

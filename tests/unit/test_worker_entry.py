@@ -1,9 +1,14 @@
 """Which functions a pool worker runs, how it loads them, and its default name."""
 
+import os
 import socket
 import subprocess
 import sys
+import warnings
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -97,3 +102,34 @@ def test_a_worker_has_a_name_that_the_pool_allows(host: str, monkeypatch: pytest
 def test_two_workers_never_have_one_name() -> None:
     """Default names differ even on one host and with one process id, as of two containers in the host's network."""
     assert default_name() != default_name()
+
+
+@pytest.mark.parametrize(("leaves", "status"), [("returns", 0), ("exits", 3), ("raises", 1)])
+def test_a_forked_child_that_leaves_the_function_ends(leaves: str, status: int) -> None:
+    """A child that a function forks, and that returns from it, exits or raises, does not go on as the worker.
+
+    It reported the place as done, while its parent was still at work, and became a second member of that name.
+    """
+    children: list[int] = []
+    parent = os.getpid()
+
+    def train(_: object) -> None:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # of threads that other tests have left
+            child = os.fork()
+        if child:
+            children.append(child)
+        elif leaves == "exits":
+            sys.exit(3)
+        elif leaves == "raises":
+            raise RuntimeError("boom")
+
+    worker: Any = nullcontext(SimpleNamespace())
+    worker.run = None
+    client: Any = SimpleNamespace(model=lambda _: SimpleNamespace(worker=lambda *_, **__: worker))
+    try:
+        entry.run(client, train, {}, model="m", place={})
+    finally:
+        if os.getpid() != parent:
+            os._exit(99)
+    assert os.waitstatus_to_exitcode(os.waitpid(children[0], 0)[1]) == status

@@ -1,5 +1,8 @@
 """A member of the worker pool with a scripted scheduler."""
 
+import os
+import signal
+import sys
 import threading
 from typing import Any
 
@@ -259,3 +262,24 @@ def test_a_member_takes_its_own_late_join_for_no_other_process(
         PoolMember(scheduler, "w", ["json"]).work()
 
     assert scheduler.joins == joins
+
+
+def test_a_function_that_turns_sigterm_into_an_exit_ends_its_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A function with the handler that scripts need leaves its worker one that can be told to end.
+
+    The exit counted as the function's failure, and the worker went on until it was killed.
+    """
+    scheduler: Any = PatientScheduler()
+    before = signal.getsignal(signal.SIGTERM)
+
+    def train(*_: Any, **__: Any) -> None:
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr(entry, "run", train)
+    try:
+        with pytest.raises(SystemExit, match="143"):
+            PoolMember(scheduler, "w", ["json"]).work()
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert scheduler.attempts == 0

@@ -37,6 +37,7 @@ CREATED = {
     "checkpoint_every": 0,
     "state": "running",
     "reason": "",
+    "error": "",
     "from_clock": 0,
     "ran_s": 12.5,
     "created_s": 1763700000.0,

@@ -253,10 +253,15 @@ class Gate:
             return self.clock
         return self.min_clock(roster) + self.rule.staleness if self.rule.mode == "ssp" else inf
 
+    def missing(self, roster: Roster) -> int:
+        """sync and ssp: how many more workers must join before any may go on."""
+        if self.opened or self.rule.mode not in ("sync", "ssp"):
+            return 0
+        return max(0, self.rule.min_workers - len(roster.live()))
+
     def waiting_for(self, clock: int, roster: Roster) -> list[str]:
         """What a worker that is not released waits for: names of workers, missing joins, or the commit."""
-        missing = self.rule.min_workers - len(roster.live())
-        if not self.opened and missing > 0:
+        if (missing := self.missing(roster)) > 0:
             return [f"{missing} more worker{'s' if missing > 1 else ''} to join"]
         if self.sync:
             names = [w.name for w in self._roster(roster) if w.done <= self.clock]

@@ -129,6 +129,8 @@ class Member(Holder):
     """Prefixes of the modules it may run."""
     place: tuple[str, int] | None = None
     """(run, place) it works at; None while it has none."""
+    lost: tuple[str, int] | None = None
+    """Where it worked when it was removed, and goes on if it was only cut off; not stored."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     """Resource usage of its process."""
 

@@ -29,6 +29,8 @@ from paramserver.errors import problem, validating
 SAVE_TIME_S: Final = 15.0
 """Interval between stores of a run's running time: the most of it that a killed scheduler loses."""
 MEMBERS_MAX: Final = 4096
+ERROR_CHARS: Final = 200
+"""Characters of an exception that is shown in one line."""
 _CONTROL: Final = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 """Control characters, apart from tab and newline: a terminal that shows a worker's traceback would obey them."""
 
@@ -158,6 +160,8 @@ class RunDesk:
         if run is None:
             return
         run.count_time(now)
+        if run.active and run.awaited != model.gate.missing(model.roster):
+            self.fill(now)
         if run.state == "waiting" and not run.ran_s:  # workers of the last run may still be finishing their steps
             run.from_clock = model.gate.first_clock
         clocks = model.gate.first_clock - run.from_clock
@@ -210,6 +214,8 @@ class RunDesk:
         member = Member(name, 1 + (old.epoch if old else self.c.member_floor), now, allow=tuple(e.allow))
         self.c.members[name] = member
         self.c.save_member(member)
+        if old is not None and old.lost is not None:
+            self._give_back(member, *old.lost, now)
         self.fill(now)
         self.c.answer(e.request, {"member": name, "epoch": member.epoch, "lease_s": limits.LEASE_S}, 201)
 
@@ -253,6 +259,7 @@ class RunDesk:
 
     def remove_member(self, member: Member, now: float) -> None:
         """Mark this incarnation of a member as dead and free its place."""
+        member.lost = member.place or member.lost
         self._free(member, now)
         member.alive = False
         self.c.save_member(member)
@@ -315,6 +322,8 @@ class RunDesk:
                 self._free(member, now)
                 if not lost and not run.ended:
                     self._place_done(run, e.place, e.error, now)
+                if e.error is not None:  # its machine may be at fault: other idle members go first
+                    self.c.members[member.name] = self.c.members.pop(member.name)
                 self.fill(now)
                 self._save(run)
         self.c.answer(e.request, run.document())
@@ -325,12 +334,13 @@ class RunDesk:
             place.done = True
             self._finish_if_done(run, now)
             return
+        text = _CONTROL.sub("?", error[-16_384:]).encode(errors="replace").decode()
+        run.error = f"worker {index}: {(text.strip().splitlines() or [''])[-1]:.{ERROR_CHARS}}"
         place.deaths = 0
         place.restarts += 1
         if not self._is_away(run.model):  # else the function need not be at fault
             place.failures += 1
         if place.failures > RESTARTS_MAX:
-            text = _CONTROL.sub("?", error[-16_384:]).encode(errors="replace").decode()
             reason = f"worker {index} raised an exception {place.failures} times in a row; the last one:\n{text}"
             self.end(run, "failed", reason, now)
 
@@ -355,12 +365,26 @@ class RunDesk:
                 if member is None:
                     break
                 idle.remove(member)
-                place.member, place.taken_s = member.name, now
-                member.place = (run.id, i)
-                self.c.save_member(member)
-                self._save(run)
+                self._take(run, i, member, now)
         for run in active:
             before = run.state, run.reason
-            run.settle(now, how_to_start(run.entry, [m.allow for m in idle if not is_allowed(run.entry, m.allow)]))
+            barred = [m.allow for m in idle if not is_allowed(run.entry, m.allow)]
+            model = self.c.models.get(run.model)
+            run.settle(now, how_to_start(run.entry, barred), model.gate.missing(model.roster) if model else 0)
             if (run.state, run.reason) != before:
                 self._save(run)
+
+    def _take(self, run: Run, index: int, member: Member, now: float) -> None:
+        place = run.places[index]
+        place.member, place.taken_s = member.name, now
+        member.place = (run.id, index)
+        self.c.save_member(member)
+        self._save(run)
+
+    def _give_back(self, member: Member, id_: str, index: int, now: float) -> None:
+        """Give a member that has joined again the place it had, if that is free: its function may still be at work."""
+        run = self.c.runs.get(id_)
+        if run is None or run.ended or not run.has(index, None) or run.places[index].done:
+            return
+        if is_allowed(run.entry, member.allow):
+            self._take(run, index, member, now)

@@ -56,7 +56,7 @@ class StopRule(Struct, frozen=True):
     clocks: int | None = None
     """Clocks of the model since the run began."""
     minutes: float | None = None
-    """Minutes in state running."""
+    """Minutes in state running, but for those in which the model waits for `min_workers`."""
     metric: str | None = None
     at_least: float | None = None
     at_most: float | None = None
@@ -129,11 +129,15 @@ class Run:
     from_clock: int = 0
     """Clock of the model when the run was created, or when the first worker took a place; a new timeline moves it."""
     ran_s: float = 0.0
-    """Seconds in state running, up to `counted_s`."""
+    """Seconds of training up to `counted_s`; see `StopRule.minutes`."""
     counted_s: float = 0.0
     """Time up to which `ran_s` is counted; monotonic, not stored."""
     saved_s: float = 0.0
     """When `ran_s` was last stored; monotonic."""
+    awaited: int | None = None
+    """How many more workers must join the model before any may begin; None: not known yet.  Not stored."""
+    error: str = ""
+    """The last line of the newest exception, and whose it is; empty if this leader knows of none.  Not stored."""
 
     @property
     def ended(self) -> bool:
@@ -148,8 +152,8 @@ class Run:
         """Name of the worker at that place."""
         return f"{self.id}/w{place}"
 
-    def has(self, place: int, member: str) -> bool:
-        """Whether the place is still the member's; it may have been removed, or given to another member."""
+    def has(self, place: int, member: str | None) -> bool:
+        """Whether the place is still the member's (None: is free); it may have been removed, or given to another."""
         return place < len(self.places) and self.places[place].member == member
 
     def attempt(self, place: int) -> int:
@@ -157,8 +161,8 @@ class Run:
         return self.places[place].restarts if place < len(self.places) else 0
 
     def count_time(self, now: float) -> None:
-        """Add the time since the last call to `ran_s` if the run was running."""
-        if self.state == "running":
+        """Add the time since the last call to `ran_s` if the run was running and its workers could train."""
+        if self.state == "running" and not self.awaited:
             self.ran_s += max(0.0, now - self.counted_s)
         self.counted_s = now
 
@@ -169,19 +173,22 @@ class Run:
         """
         self.from_clock = min(self.from_clock + skipped, after)
 
-    def settle(self, now: float, how: str) -> None:
+    def settle(self, now: float, how: str, awaited: int) -> None:
         """Set an active run to waiting or running; the reason says which workers are missing and how to start them."""
         self.count_time(now)
+        self.awaited = awaited
         filled = sum(p.member is not None for p in self.places)
         open_places = sum(p.member is None and not p.done for p in self.places)
         self.state = "running" if filled else "waiting"
         wanted = len(self.places)
+        reasons = []
+        if awaited and filled:
+            reasons.append(f"training begins when {awaited} more worker{'s have' if awaited > 1 else ' has'} joined")
         if open_places and filled:
-            self.reason = f"{filled} of {wanted} workers; {open_places} more can join: {how}"
+            reasons.append(f"{filled} of {wanted} workers; {open_places} more can join: {how}")
         elif open_places:
-            self.reason = f"no worker has taken one of its {wanted} places: {how}"
-        else:
-            self.reason = ""
+            reasons.append(f"no worker has taken one of its {wanted} places: {how}")
+        self.reason = "; ".join(reasons)
 
     def change(self, state: str, now: float, reason: str = "") -> None:
         """Change the state and the reason shown for it."""
@@ -219,6 +226,7 @@ class Run:
         return {
             **self._fields(),
             "workers": len(self.places),
+            "error": self.error,
             "places": [
                 {"place": i, "worker": self.worker_name(i), "member": p.member, "restarts": p.restarts, "done": p.done}
                 for i, p in enumerate(self.places)
