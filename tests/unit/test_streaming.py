@@ -281,8 +281,8 @@ def test_a_stream_that_nobody_ends_is_taken_back_with_its_last_reference() -> No
 class TwoLayers(Node):
     """A node with two parameters, each its own partition; once it has got `after` pushes, others fail with `fails`."""
 
-    def __init__(self, fails: PsError, after: int) -> None:
-        super().__init__("async")
+    def __init__(self, fails: PsError, after: int, mode: str = "async") -> None:
+        super().__init__(mode)
         params = {"a": {"shape": [4]}, "b": {"shape": [4]}}
         self.spec = ModelSpec.parse({"name": "m", "params": params, "partitions": 2})
         self.fails, self.after = fails, after
@@ -293,7 +293,8 @@ class TwoLayers(Node):
         outcome = super().__call__(request)
         if request.path == "/push":
             parts = [(p.partition, 1, 1, 0) for p in self.pushes[-1].parts]
-            reply = PushReply("applied", False, 1, 0, 1, self.timeline, parts)
+            state = "staged" if self.mode == "sync" else "applied"
+            reply = PushReply(state, False, 1, 0, 1, self.timeline, parts)
             return Response(200, {"content-type": MEDIA_TYPE}, encode_header(reply))
         return outcome
 
@@ -347,6 +348,29 @@ def test_a_push_of_which_a_piece_was_applied_is_not_reported_as_dropped() -> Non
 
     with pytest.raises(InDoubt, match="applied"):
         drive(stream.send(deadline()), node)
+
+
+@pytest.mark.parametrize(("began", "joins"), [("sync", 1), ("async", 2)])
+def test_a_worker_joins_again_only_if_a_piece_of_a_dropped_push_may_be_staged(began: str, joins: int) -> None:
+    """What a push had staged in sync is gone with its timeline, so the worker keeps its epoch and its ranges of data.
+
+    If the push began before the model became synchronous, a piece of it may have been carried into the new timeline.
+    """
+    node = TwoLayers(problem("rolled_back", "the model went back", timeline=1, clock=0), 1, began)
+    session = opened(node)
+    stream = Stream(session)
+    drive(stream.open(deadline()), node)
+    node.mode = "sync"
+    for name in ("a", "b"):
+        stream.put(name, GRAD["w"])
+        drive(stream.send(deadline()), node)
+    assert stream.close().state == "dropped"
+
+    node.after, node.timeline = 99, 1
+    both = {name: GRAD["w"] for name in ("a", "b")}
+    assert drive(Iterations(session).step(both, {}, deadline(), None), node).state == "staged"
+    assert len(node.bodies("/models/m/workers")) == joins
+    assert not session.numbers.any_in_doubt()
 
 
 def test_a_push_that_a_rollback_drops_leaves_no_number_in_doubt() -> None:
