@@ -393,6 +393,23 @@ class Foreign:
         return np.array(self.array, dtype, copy=copy)
 
 
+def test_a_gradient_whose_put_the_end_of_the_block_overtakes_is_refused() -> None:
+    """A block may end while another thread's gradient is fetched for it: too late to be sent, it is not taken either."""
+    node = TwoLayers(problem("unreachable", "cannot reach it"), 99)
+    push = PushStream(lambda call, _=None: drive(call, node), deadline, opened(node))
+
+    class Slow(Foreign):
+        def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray[Any, Any]:
+            push.__exit__(None)
+            return super().__array__(dtype, copy)
+
+    push.__enter__()
+    push.put("a", GRAD["w"])
+    with pytest.raises(ConflictError, match="has ended"):
+        push.put("b", Slow(GRAD["w"]))
+    assert [p.partition for frame in node.pushes for p in frame.parts] == [0]
+
+
 @pytest.mark.parametrize("kind", [np.asarray, Foreign])
 def test_a_gradient_that_is_not_contiguous_is_copied_once(kind: Any) -> None:
     """A gradient is made contiguous as it is put, not again and again for each piece of it that is sent."""

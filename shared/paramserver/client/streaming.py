@@ -119,11 +119,11 @@ class Stream:
 
     def put(self, name: str, grad: Any) -> None:
         """See `Pieces.put`."""
-        if self._pieces is None or self.over:
-            when = "has ended" if self.over else "has not begun"
-            raise problem("conflict", f"the `with` block of this stream {when}", hint=ANOTHER)
         grad = np.asarray(array_of(f"'{name}'", grad, name), order="C")  # else each send would copy it whole
-        with self._lock:
+        with self._lock:  # which the last sends take, too, once the block is over
+            if self._pieces is None or self.over:
+                when = "has ended" if self.over else "has not begun"
+                raise problem("conflict", f"the `with` block of this stream {when}", hint=ANOTHER)
             self._pieces.put(name, grad)
 
     def send(self, deadline: Deadline, *, last: bool = False) -> Call[bool]:
