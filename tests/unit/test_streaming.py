@@ -1,7 +1,9 @@
 """Pushes in pieces: which partitions are sent when, and how such a push begins and ends."""
 
 import asyncio
+import contextlib
 import threading
+import weakref
 from typing import Any
 
 import numpy as np
@@ -393,8 +395,32 @@ class Foreign:
         return np.array(self.array, dtype, copy=copy)
 
 
+@pytest.mark.parametrize("fails", [False, True])
+@pytest.mark.parametrize("kind", [PushStream, AsyncPushStream])
+async def test_a_stream_keeps_no_gradient_beyond_its_block(kind: Any, fails: bool) -> None:
+    """What was put is free when the block has ended, even if the stream is referred to until the next one begins."""
+    node, gradient = Node("async"), np.ones(4, np.float32)
+    held = weakref.ref(gradient)
+
+    async def run(call: Call[Any]) -> Any:
+        return drive(call, node)
+
+    push = kind(run if kind is AsyncPushStream else lambda call, _=None: drive(call, node), deadline, opened(node))
+    with contextlib.suppress(ZeroDivisionError):
+        async with contextlib.AsyncExitStack() as block:
+            await block.enter_async_context(push) if kind is AsyncPushStream else block.enter_context(push)
+            push.put("w", gradient)
+            del gradient
+            if fails:
+                raise ZeroDivisionError
+
+    if kind is PushStream:
+        push._thread.join(20.0)
+    assert held() is None
+
+
 def test_a_gradient_whose_put_the_end_of_the_block_overtakes_is_refused() -> None:
-    """A block may end while another thread's gradient is fetched for it: too late to be sent, it is not taken either."""
+    """A block may end while another thread's gradient is fetched for it: too late to be sent, it is not taken."""
     node = TwoLayers(problem("unreachable", "cannot reach it"), 99)
     push = PushStream(lambda call, _=None: drive(call, node), deadline, opened(node))
 

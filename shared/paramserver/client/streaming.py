@@ -83,6 +83,11 @@ class Pieces:
             i for i, names in enumerate(self._missing) if names and any(s in self.grads for s in self._names(i))
         )
 
+    def clear(self) -> None:
+        """Forget the gradients; there is nothing to send then."""
+        self.grads.clear()
+        self._whole.clear()
+
     def names(self, partitions: frozenset[int]) -> list[str]:
         """Names of the parameters in these partitions whose gradients were put."""
         return sorted({n for i in partitions for n in self._names(i) if n in self.grads})
@@ -178,12 +183,18 @@ class Stream:
         return summed(self._done)
 
     def give_up(self, *, torn: bool = True) -> None:
-        """Send nothing more, because the block has failed or the push was dropped; `torn`: what was sent may count."""
+        """Send nothing more, and keep no gradient: the block has ended or failed, or the push was dropped.
+
+        `torn`: what was sent of a push that has not ended may count.
+        """
         if self._terms is not None:
             if self._sent and torn:
                 self._session.mark_torn(self._terms)
             self._session.numbers.settle(self._terms.push_id)
             self._terms = None
+        with self._lock:
+            if self._pieces is not None:
+                self._pieces.clear()
 
     def abandon(self) -> None:
         """Do what `give_up` does, for finalizers: it takes no lock, as the number is free once nothing refers to it."""
