@@ -1,4 +1,4 @@
-"""A worker's pushes that are accepted and then undone before their clock is committed, without I/O."""
+"""A worker's pushes that are undone, or dropped, before their clock is committed, without I/O."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ from paramserver.client.session import Session
 from paramserver.errors import Unavailable
 from paramserver.net.calls import Deadline, Outcome, Request
 
-from .session_node import BEAT, GRAD, deadline, no, opened
+from .session_node import BEAT, GRAD, deadline, joined, no, opened
 from .sharding import Now, drive
 from .test_client_iterations import CLOCK, Shard
 
@@ -88,3 +88,25 @@ def test_an_exchange_whose_gradient_was_undone_does_not_say_that_it_counts(code:
     values: Any = drive(node.session.pull(deadline()), node)
     drive(node.iterations.exchange(GRAD, {}, deadline(), None, out=values), node)
     assert node.session.clock == 1
+
+
+@pytest.mark.parametrize("what", ["rolled_back", "fenced"])
+def test_no_gradient_of_obsolete_values_follows_one_that_was_dropped(what: str) -> None:
+    """All gradients of an iteration whose values have become obsolete are dropped, until the worker pulls again.
+
+    The second one would else be staged alone, as if it were the whole iteration.
+    """
+    node, session = joined()
+    its = Iterations(session)
+    drive(session.pull(deadline()), node)
+    drive(session.push(GRAD, deadline()), node)
+    node.timeline = 2 * (what == "rolled_back")
+    node.script["/push"] = [no(what, timeline=node.timeline, clock=0, epoch=1)]
+
+    assert [drive(session.push(GRAD, deadline()), node).state for _ in range(3)] == ["dropped"] * 3
+    assert drive(its.advance(deadline(), None), node) == 0
+    assert (len(node.pushes), node.bodies("/models/m/clock")) == (1, [])
+
+    drive(session.pull(deadline()), node)
+    assert drive(session.push(GRAD, deadline()), node).state == "staged"
+    assert drive(its.advance(deadline(), None), node) == 1

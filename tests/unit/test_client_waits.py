@@ -66,6 +66,26 @@ def test_of_overlapping_iterations_each_counts(way: str) -> None:
     assert session.clock == 4
 
 
+@pytest.mark.parametrize("way", ["advance", "step"])
+def test_a_clock_that_other_threads_have_raised_during_a_pause_does_not_fall(way: str) -> None:
+    """Outside sync and ssp each thread of a worker ends one more iteration, however long a pause held it up."""
+    node = Node("async")
+    session = opened(node)
+    its = Iterations(session)
+    session.status = "paused"
+    paused = its.advance(deadline(), None) if way == "advance" else its.step(GRAD, {}, deadline(), None)
+    effect: Any = next(paused)
+    while not isinstance(effect, Pause):
+        effect = paused.send([node(request) for request in effect])
+    session.status = "active"
+    for _ in range(3):
+        drive(its.advance(deadline(), None), node)
+
+    with pytest.raises(StopIteration):
+        paused.send([])
+    assert session.clock == 4
+
+
 def test_a_join_that_is_interrupted_does_not_happen_later(monkeypatch: pytest.MonkeyPatch) -> None:
     """After Ctrl-C during a join its thread gives up: joined later, it would hold others up, and fence a new worker."""
     monkeypatch.setattr(worker_module, "LEAVE_S", 0.1)

@@ -1,7 +1,9 @@
 """Pushes in pieces: which partitions are sent when, and how such a push begins and ends."""
 
 import asyncio
+import contextlib
 import threading
+import weakref
 from typing import Any
 
 import numpy as np
@@ -281,8 +283,8 @@ def test_a_stream_that_nobody_ends_is_taken_back_with_its_last_reference() -> No
 class TwoLayers(Node):
     """A node with two parameters, each its own partition; once it has got `after` pushes, others fail with `fails`."""
 
-    def __init__(self, fails: PsError, after: int) -> None:
-        super().__init__("async")
+    def __init__(self, fails: PsError, after: int, mode: str = "async") -> None:
+        super().__init__(mode)
         params = {"a": {"shape": [4]}, "b": {"shape": [4]}}
         self.spec = ModelSpec.parse({"name": "m", "params": params, "partitions": 2})
         self.fails, self.after = fails, after
@@ -293,7 +295,8 @@ class TwoLayers(Node):
         outcome = super().__call__(request)
         if request.path == "/push":
             parts = [(p.partition, 1, 1, 0) for p in self.pushes[-1].parts]
-            reply = PushReply("applied", False, 1, 0, 1, self.timeline, parts)
+            state = "staged" if self.mode == "sync" else "applied"
+            reply = PushReply(state, False, 1, 0, 1, self.timeline, parts)
             return Response(200, {"content-type": MEDIA_TYPE}, encode_header(reply))
         return outcome
 
@@ -349,6 +352,29 @@ def test_a_push_of_which_a_piece_was_applied_is_not_reported_as_dropped() -> Non
         drive(stream.send(deadline()), node)
 
 
+@pytest.mark.parametrize(("began", "joins"), [("sync", 1), ("async", 2)])
+def test_a_worker_joins_again_only_if_a_piece_of_a_dropped_push_may_be_staged(began: str, joins: int) -> None:
+    """What a push had staged in sync is gone with its timeline, so the worker keeps its epoch and its ranges of data.
+
+    If the push began before the model became synchronous, a piece of it may have been carried into the new timeline.
+    """
+    node = TwoLayers(problem("rolled_back", "the model went back", timeline=1, clock=0), 1, began)
+    session = opened(node)
+    stream = Stream(session)
+    drive(stream.open(deadline()), node)
+    node.mode = "sync"
+    for name in ("a", "b"):
+        stream.put(name, GRAD["w"])
+        drive(stream.send(deadline()), node)
+    assert stream.close().state == "dropped"
+
+    node.after, node.timeline = 99, 1
+    both = {name: GRAD["w"] for name in ("a", "b")}
+    assert drive(Iterations(session).step(both, {}, deadline(), None), node).state == "staged"
+    assert len(node.bodies("/models/m/workers")) == joins
+    assert not session.numbers.any_in_doubt()
+
+
 def test_a_push_that_a_rollback_drops_leaves_no_number_in_doubt() -> None:
     """A push dropped by a rollback leaves no number in doubt, which would block all pushes after 63 more."""
     node, session = joined("async")
@@ -367,6 +393,47 @@ class Foreign:
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray[Any, Any]:
         return np.array(self.array, dtype, copy=copy)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+@pytest.mark.parametrize("kind", [PushStream, AsyncPushStream])
+async def test_a_stream_keeps_no_gradient_beyond_its_block(kind: Any, fails: bool) -> None:
+    """What was put is free when the block has ended, even if the stream is referred to until the next one begins."""
+    node, gradient = Node("async"), np.ones(4, np.float32)
+    held = weakref.ref(gradient)
+
+    async def run(call: Call[Any]) -> Any:
+        return drive(call, node)
+
+    push = kind(run if kind is AsyncPushStream else lambda call, _=None: drive(call, node), deadline, opened(node))
+    with contextlib.suppress(ZeroDivisionError):
+        async with contextlib.AsyncExitStack() as block:
+            await block.enter_async_context(push) if kind is AsyncPushStream else block.enter_context(push)
+            push.put("w", gradient)
+            del gradient
+            if fails:
+                raise ZeroDivisionError
+
+    if kind is PushStream:
+        push._thread.join(20.0)
+    assert held() is None
+
+
+def test_a_gradient_whose_put_the_end_of_the_block_overtakes_is_refused() -> None:
+    """A block may end while another thread's gradient is fetched for it: too late to be sent, it is not taken."""
+    node = TwoLayers(problem("unreachable", "cannot reach it"), 99)
+    push = PushStream(lambda call, _=None: drive(call, node), deadline, opened(node))
+
+    class Slow(Foreign):
+        def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray[Any, Any]:
+            push.__exit__(None)
+            return super().__array__(dtype, copy)
+
+    push.__enter__()
+    push.put("a", GRAD["w"])
+    with pytest.raises(ConflictError, match="has ended"):
+        push.put("b", Slow(GRAD["w"]))
+    assert [p.partition for frame in node.pushes for p in frame.parts] == [0]
 
 
 @pytest.mark.parametrize("kind", [np.asarray, Foreign])

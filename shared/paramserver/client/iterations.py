@@ -66,9 +66,10 @@ class Iterations:
             s.pushed = None
             return "kept"
         ended: Ended = "over"
-        done, committed = s.clock + 1, 0
+        done, committed, asked = s.clock + 1, 0, False
         to_be_told = deadline.clock() + TOLD_AFTER_S if until is None else None
         while s.mode in ("ssp", "sync"):
+            asked = True
             wait_s = POLL_S if until is None else min(POLL_S, until.left_s())
             body = {"clock": done, "since": min(s.since, done), "timeline": timeline}
             s.reported = (epoch, timeline, done - 1)
@@ -98,7 +99,8 @@ class Iterations:
             if until is not None and until.left_s() <= 0:
                 within = f" in {until.whole_s:g} s" if until.whole_s is not None else ""
                 raise problem("unavailable", f"clock {done} was not released{within}: waiting for {whom}")
-        yield from s.continue_at(done, epoch, timeline, committed, until=until)
+        over = done if asked else None  # if nobody was, other threads may raise the clock during a pause
+        yield from s.continue_at(over, epoch, timeline, committed, until=until)
         return ended
 
     def step(

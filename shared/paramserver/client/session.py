@@ -208,7 +208,11 @@ class Session(Membership):
                 chosen = base if base is not None else self._base
                 return model_map.layout, PushTerms(push_id, clock, weight, ack, timeline, chosen, commit_wait_s)
             self.numbers.settle(push_id)
-        log.warning("push.dropped worker=%s reason=computed from obsolete values", self.worker)
+        log.warning(
+            "push.dropped worker=%s reason=computed from obsolete values: "
+            "all are until this worker pulls (worker.pull(); model.pull() is not its own)",
+            self.worker,
+        )
         self._dropped()
         return model_map.layout, None
 
@@ -287,8 +291,10 @@ class Session(Membership):
                 self._pulled = (self.numbers.epoch, *self._pulled[1:])  # the values pulled are still current
 
     def _dropped(self) -> None:
-        """Record a dropped push: unless another push of its iteration is accepted, the clock does not advance."""
-        self._pulled = None
+        """Record a dropped push: unless another push of its iteration is accepted, the clock does not advance.
+
+        If its values were pulled by this worker, it stays on record which: further gradients of them are obsolete, too.
+        """
         self.pushed = self.pushed or NOTHING
 
     def check_mode(self, done: Pushed, deadline: Deadline) -> Call[None]:

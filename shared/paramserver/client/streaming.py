@@ -83,6 +83,11 @@ class Pieces:
             i for i, names in enumerate(self._missing) if names and any(s in self.grads for s in self._names(i))
         )
 
+    def clear(self) -> None:
+        """Forget the gradients; there is nothing to send then."""
+        self.grads.clear()
+        self._whole.clear()
+
     def names(self, partitions: frozenset[int]) -> list[str]:
         """Names of the parameters in these partitions whose gradients were put."""
         return sorted({n for i in partitions for n in self._names(i) if n in self.grads})
@@ -103,7 +108,7 @@ class Stream:
         self._done: list[Pushed] = []
         self._taken: frozenset[int] = frozenset()
         """Partitions that shards have accepted."""
-        self._opened = self._sent = self.over = False
+        self._opened = self._in_sync = self._sent = self.over = False
 
     def open(self, deadline: Deadline) -> Call[None]:
         """Begin the push.
@@ -113,17 +118,17 @@ class Stream:
         """
         if self._opened:
             raise problem("conflict", "a stream is a single push, and this one has been started already", hint=ANOTHER)
-        self._opened = True
+        self._opened, self._in_sync = True, self._session.mode == "sync"
         layout, self._terms = yield from self._session.begin(deadline, streamed=True, **self._given_terms)
         self._pieces = Pieces(layout)
 
     def put(self, name: str, grad: Any) -> None:
         """See `Pieces.put`."""
-        if self._pieces is None or self.over:
-            when = "has ended" if self.over else "has not begun"
-            raise problem("conflict", f"the `with` block of this stream {when}", hint=ANOTHER)
         grad = np.asarray(array_of(f"'{name}'", grad, name), order="C")  # else each send would copy it whole
-        with self._lock:
+        with self._lock:  # which the last sends take, too, once the block is over
+            if self._pieces is None or self.over:
+                when = "has ended" if self.over else "has not begun"
+                raise problem("conflict", f"the `with` block of this stream {when}", hint=ANOTHER)
             self._pieces.put(name, grad)
 
     def send(self, deadline: Deadline, *, last: bool = False) -> Call[bool]:
@@ -151,8 +156,10 @@ class Stream:
                     raise self._in_doubt(what, **more) from error
                 raise  # what is only staged is torn as the block ends, and counts nowhere
             if done.state == "dropped":
-                self.give_up()  # the rest is not sent either
-                if any(piece.state != "staged" for piece in self._done):  # staged pieces are dropped as well
+                staged = all(piece.state == "staged" for piece in self._done)  # then they are dropped as well
+                # But what began outside sync may have been carried into the timeline in which the model is synchronous.
+                self.give_up(torn=not (staged and self._in_sync))  # the rest is not sent either
+                if not staged:
                     what = "a part of the push was applied, the rest dropped"
                     raise self._in_doubt(what)
             self._done.append(done)
@@ -175,13 +182,19 @@ class Stream:
             raise problem("empty_push", "the push holds no gradients", hint="put() one before the block ends")
         return summed(self._done)
 
-    def give_up(self) -> None:
-        """Send nothing more, because the block has failed or the push was dropped."""
+    def give_up(self, *, torn: bool = True) -> None:
+        """Send nothing more, and keep no gradient: the block has ended or failed, or the push was dropped.
+
+        `torn`: what was sent of a push that has not ended may count.
+        """
         if self._terms is not None:
-            if self._sent:
+            if self._sent and torn:
                 self._session.mark_torn(self._terms)
             self._session.numbers.settle(self._terms.push_id)
             self._terms = None
+        with self._lock:
+            if self._pieces is not None:
+                self._pieces.clear()
 
     def abandon(self) -> None:
         """Do what `give_up` does, for finalizers: it takes no lock, as the number is free once nothing refers to it."""
