@@ -235,12 +235,14 @@ class _Lane:
             self._set_reason("")
 
     def _note(self, error: Exception) -> None:
-        self._refused = self._fsync and isinstance(error, RequestError)
+        refused = self._fsync and isinstance(error, RequestError)
+        self._told = self._told and refused == self._refused
+        self._refused = refused
         self._set_reason(str(error) if isinstance(error, PsError) else trouble(error))
 
     def _set_reason(self, reason: str, *, logged: bool = False) -> None:
         if not reason or logged:
-            self._told = logged
+            self._told, self._refused = logged, False
         elif not self._told and (self.queues or not self._refused):  # a level that nobody uses may be impossible
             self._told = True
             log.warning("pushes cannot be %s: %s", self._level, reason)

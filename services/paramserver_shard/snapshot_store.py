@@ -189,12 +189,12 @@ class SnapshotStore:
         snapshot does not wait for the budget. With `fsync`, `STORED` means on disk, and this raises what
         `ScriptRunner.run` raises.
         """
-        if fsync:
-            await self._scripts.settle()
         async with self._redis.pipeline(transaction=False) as pipe:
             pipe.mget(_key(key, "manifest"), _key(key, "saved"))
             pipe.smembers(_key(key, "pending"))
             (text, saved), pending = await pipe.execute()
+        if fsync:  # before anything is written
+            await self._scripts.settle()
         found = _entries(key, text, saved)
         manifest = [e for e in found if (key, e["name"]) not in self._damaged]
         self._saves += 1  # a version may be stored twice, with other windows; keep the first one's blocks

@@ -128,7 +128,7 @@ class PoolMember:
         log.info(
             "place.begins run=%s place=%s entry=%s model=%s", *(place[k] for k in ("id", "place", "entry", "model"))
         )
-        error = None
+        error, handler = None, signal.getsignal(signal.SIGTERM)
         with self._heartbeats_during(place) as taken_away:
             try:
                 function = entry.load(place["entry"], self._allow)
@@ -136,8 +136,8 @@ class PoolMember:
             except (Terminated, KeyboardInterrupt):
                 raise
             except SystemExit as e:  # the function ended by itself
-                if e.code == 128 + signal.SIGTERM:  # of a handler of its own, which has taken the place of ours
-                    raise
+                if e.code == 128 + signal.SIGTERM and signal.getsignal(signal.SIGTERM) != handler:
+                    raise  # by a handler of its own, which has taken the place of ours
                 error = None if e.code in (None, 0) else f"{place['entry']} ended with sys.exit({e.code!r})"
             except PsError as e:
                 error = f"{traceback.format_exc()[-TRACEBACK_CHARS:]}\n{e}"

@@ -154,6 +154,15 @@ def test_a_level_that_is_needed_and_cannot_be_offered_is_logged_once(caplog: pyt
     assert told(caplog) == ["pushes cannot be fsynced: no file"]
 
 
+def test_a_cause_that_stays_is_logged_after_one_that_passed(caplog: pytest.LogCaptureFixture) -> None:
+    """If Redis comes back and cannot offer a level that is needed, the log does not end with its absence."""
+    no_file = problem("not_built", "no file")
+    shard = Shard(probes=[OSError("gone"), no_file], writes=[no_file])
+    shard.run((1.0, shard.add(entry(1), fsync=True)))
+
+    assert told(caplog) == [f"pushes cannot be fsynced: {why}" for why in ("Redis does not answer: gone", "no file")]
+
+
 def test_entries_that_are_held_up_hold_up_no_others(caplog: pytest.LogCaptureFixture) -> None:
     """What Redis cannot take of a partition is tried again every 0.2 s, and what comes of others written meanwhile."""
     shard = Shard()

@@ -105,6 +105,17 @@ def test_a_member_that_joins_again_in_time_keeps_its_place() -> None:
         beat(d, a)
 
 
+def test_a_member_whose_process_dies_again_goes_behind_the_idle_ones() -> None:
+    """A member that is started again after each death, at its own place, leaves it to an idle one after the second."""
+    d = Driver.with_model()
+    run(d, workers=1)
+    member(d, "a")
+    idle = member(d, "idle")
+    assert place(d, member(d, "a")) == 0
+    assert place(d, member(d, "a")) is None
+    assert place(d, idle) == 0
+
+
 def test_a_member_gets_back_no_place_that_it_may_not_have() -> None:
     """A place that another member has taken, that is gone, or whose entry is not allowed any more is not given back."""
     d = Driver.with_model()

@@ -264,6 +264,27 @@ def test_a_member_takes_its_own_late_join_for_no_other_process(
     assert scheduler.joins == joins
 
 
+def test_a_function_that_ends_as_its_own_child_did_has_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a handler of the function's own, 143 is a status like any other: somebody ended what it had started."""
+    told: list[str] = []
+
+    class Listener(PatientScheduler):
+        def request(self, method: str, path: str, body: Any = None, **others: Any) -> dict[str, Any]:
+            if path.startswith("/runs/"):
+                told.append(body["error"])
+                raise Over
+            return super().request(method, path, body, **others)
+
+    def train(*_: Any, **__: Any) -> None:
+        sys.exit(143)
+
+    scheduler: Any = Listener()
+    monkeypatch.setattr(entry, "run", train)
+    with pytest.raises(Over):
+        PoolMember(scheduler, "w", ["json"]).work()
+    assert told == ["json:dumps ended with sys.exit(143)"]
+
+
 def test_a_function_that_turns_sigterm_into_an_exit_ends_its_worker(monkeypatch: pytest.MonkeyPatch) -> None:
     """A function with the handler that scripts need leaves its worker one that can be told to end.
 

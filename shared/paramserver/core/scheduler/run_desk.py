@@ -386,5 +386,7 @@ class RunDesk:
         run = self.c.runs.get(id_)
         if run is None or run.ended or not run.has(index, None) or run.places[index].done:
             return
-        if is_allowed(run.entry, member.allow):
+        if run.places[index].deaths > 1:  # its machine may be at fault: other idle members go first
+            self.c.members[member.name] = self.c.members.pop(member.name)
+        elif is_allowed(run.entry, member.allow):
             self._take(run, index, member, now)
