@@ -235,7 +235,8 @@ def test_a_run_is_called_the_same_wherever_the_page_names_it(cluster: Nodes, bro
 
         seen.page.on("dialog", accept)
         seen.page.goto(cluster.url)
-        seen.page.click("#runs button:has-text('Stop')")
+        # Not the first button: the first status may still have an earlier test's run.
+        seen.page.click(f"#runs button[aria-label='Stop {named}']")
         seen.page.wait_for_selector(f"#runs-said:has-text('{named} is stopped')")
         assert asked == [f"Stop {named}? A stopped run cannot be resumed."]
         assert seen.page.locator("#runs td").first.inner_text() == named
