@@ -178,7 +178,7 @@ UNDRAWN = {
     [
         ["check", "config", "--syntax-only", "prometheus.yml"],
         ["check", "rules", "alerts.yml"],
-        ["test", "rules", "alerts_test.yml"],
+        pytest.param(["test", "rules", "alerts_test.yml"], marks=pytest.mark.slow),
     ],
 )
 def test_promtool_accepts(line: list[str]) -> None:

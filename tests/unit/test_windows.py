@@ -46,6 +46,7 @@ def test_a_cluster_is_refused_on_windows_with_what_to_do(command: str, tmp_path:
     assert (code, errors) == (1, NO_CLUSTER)
 
 
+@pytest.mark.slow
 def test_psctl_works_on_windows_where_it_needs_no_cluster_of_its_own(tmp_path: Path) -> None:
     """Commands that list, check and control begin on Windows without any module or signal that it lacks."""
     none_runs = "no cluster of yours runs on this machine; psctl up starts one\n"
