@@ -322,8 +322,8 @@ class RunDesk:
                 self._free(member, now)
                 if not lost and not run.ended:
                     self._place_done(run, e.place, e.error, now)
-                if e.error is not None:  # its machine may be at fault: other idle members go first
-                    self.c.members[member.name] = self.c.members.pop(member.name)
+                if e.error is not None:
+                    self._prefer_others(member)
                 self.fill(now)
                 self._save(run)
         self.c.answer(e.request, run.document())
@@ -386,7 +386,11 @@ class RunDesk:
         run = self.c.runs.get(id_)
         if run is None or run.ended or not run.has(index, None) or run.places[index].done:
             return
-        if run.places[index].deaths > 1:  # its machine may be at fault: other idle members go first
-            self.c.members[member.name] = self.c.members.pop(member.name)
+        if run.places[index].deaths > 1:
+            self._prefer_others(member)
         elif is_allowed(run.entry, member.allow):
             self._take(run, index, member, now)
+
+    def _prefer_others(self, member: Member) -> None:
+        """Have idle members take places before this one, whose machine may be at fault."""
+        self.c.members[member.name] = self.c.members.pop(member.name)
