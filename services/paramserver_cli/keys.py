@@ -12,13 +12,14 @@ from typing import Annotated, cast
 
 import typer
 
+from paramserver.core.urls import is_loopback
 from paramserver.errors import problem
 from paramserver_cli.config import StateDirOption, client_settings, secret_of, state_dir
 from paramserver_cli.launch import Failed
 from paramserver_cli.state_directory import Cluster, Plan, StateDir
 from paramserver_node import tokens
 from paramserver_node.roles import Role
-from paramserver_node.settings import SchedulerSettings, WorkerSettings, is_loopback
+from paramserver_node.settings import SchedulerSettings, WorkerSettings
 
 DAY_S = 86_400
 

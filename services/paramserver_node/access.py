@@ -16,13 +16,14 @@ from fastapi import FastAPI
 from starlette.routing import Route
 from starlette.types import Scope
 
+from paramserver.core.urls import is_loopback
 from paramserver.errors import PsError, problem
 from paramserver.limits import TOKENS_KNOWN_MAX
 from paramserver.net.credentials import Credentials
 from paramserver_node import tokens
 from paramserver_node.forward import FORWARDED_ROLE
 from paramserver_node.roles import ROLES, Role, allows, role_of, routes
-from paramserver_node.settings import NodeSettings, is_loopback
+from paramserver_node.settings import NodeSettings
 
 log = logging.getLogger("paramserver.node")
 

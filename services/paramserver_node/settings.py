@@ -5,7 +5,6 @@ The file's top level applies to every service, a table to one: `[scheduler]`, `[
 line.  `docs/settings.md` lists all settings; a test checks that.
 """
 
-import ipaddress
 import os
 import socket
 import tomllib
@@ -211,14 +210,6 @@ def redacted(name: str, value: Any) -> str:
 def exit_status(error: BaseException) -> int:
     """Return the exit status of a service: 2 for invalid settings, as for an unknown flag, else 1."""
     return 2 if isinstance(error, RequestError) else 1
-
-
-def is_loopback(host: str) -> bool:
-    """Whether a server that listens on `host` can be reached from this machine only."""
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 def url_of(host: str, port: int, *, tls: bool = False) -> str:

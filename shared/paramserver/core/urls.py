@@ -21,6 +21,14 @@ def is_host(text: str) -> bool:
     return True
 
 
+def is_loopback(host: str) -> bool:
+    """Whether a host, a name or an IP address without brackets, is this machine and can be reached from here only."""
+    try:
+        return ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
 def is_node_url(text: str) -> bool:
     """Whether the text is http(s)://HOST[:PORT], optionally with a path, as nodes behind a gateway have."""
     if not text.isprintable() or " " in text:

@@ -5,14 +5,12 @@ from ipaddress import ip_address, ip_network
 from urllib.parse import SplitResult, urlsplit
 from urllib.request import getproxies_environment
 
+from paramserver.core.urls import is_loopback
+
 
 def is_here(url: str) -> bool:
     """Whether the URL is one of this machine."""
-    host = urlsplit(url).hostname or ""
-    try:
-        return ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
+    return is_loopback(urlsplit(url).hostname or "")
 
 
 def proxy_of(url: str) -> SplitResult | None:
