@@ -23,7 +23,7 @@ from benchmarks.meters import medians_s
 
 from paramserver import kernels
 from paramserver.core.optimizer import SegmentStep, slot_count
-from paramserver.core.optimizer_spec import OptimizerSpec
+from paramserver.core.optimizer_spec import OPTIMIZERS, OptimizerSpec
 from paramserver.types import ITEMSIZE, AnyArray
 
 DEFAULT_ELEMENTS = (1 << 20, 25_000_000)
@@ -77,7 +77,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--elements", type=int, nargs="+", default=DEFAULT_ELEMENTS, help="elements of the partition")
     parser.add_argument("--dtype", choices=tuple(ITEMSIZE), default="float32", help="element type of the gradient")
-    parser.add_argument("--optimizers", nargs="+", choices=OptimizerSpec.NAMES, default=DEFAULT_OPTIMIZERS)
+    parser.add_argument("--optimizers", nargs="+", choices=tuple(OPTIMIZERS), default=DEFAULT_OPTIMIZERS)
     parser.add_argument("--repeats", type=int, default=15, help="runs of which the median is taken")
     parser.add_argument("--json", action="store_true", help="one JSON object in place of the table")
     options = parser.parse_args()

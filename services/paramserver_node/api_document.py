@@ -1,6 +1,6 @@
 """What FastAPI leaves out of a node's OpenAPI document or has wrong: the token, parameters, and how requests fail."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any, Final
 
 from starlette.routing import BaseRoute
@@ -83,15 +83,18 @@ _HEADER_SCHEMAS: Final = {
 }
 
 
-def complete(document: dict[str, Any], routes: Iterable[BaseRoute]) -> None:
-    """Put what is missing into FastAPI's document of these routes, and problem documents for its own errors' ones."""
-    components = document.setdefault("components", {})
-    components["securitySchemes"] = {"token": {"type": "http", "scheme": "bearer"}}
+def complete(document: dict[str, Any], routes: Iterable[BaseRoute], components: Mapping[str, dict[str, Any]]) -> None:
+    """Put what is missing into FastAPI's document of these routes, and problem documents for its own errors' ones.
+
+    `components` are schemas by name that operations refer to.
+    """
+    told = document.setdefault("components", {})
+    told["securitySchemes"] = {"token": {"type": "http", "scheme": "bearer"}}
     document["security"] = [{}, {"token": []}]  # a cluster without tokens asks for none
-    schemas = components.setdefault("schemas", {})
+    schemas = told.setdefault("schemas", {})
     for unused in ("HTTPValidationError", "ValidationError"):
         schemas.pop(unused, None)
-    schemas["Problem"] = _PROBLEM
+    schemas |= {"Problem": _PROBLEM, **components}
     for path, operations in document["paths"].items():
         for method, operation in operations.items():
             operation["responses"].pop("422", None)

@@ -15,7 +15,7 @@ from paramserver_node.app import NodeApp
 from paramserver_node.forward import Forwarder
 from paramserver_node.middleware import NodeMiddleware
 from paramserver_node.queries import check_query, query_checked
-from paramserver_scheduler import login, page
+from paramserver_scheduler import answers, login, page
 from paramserver_scheduler.leader_proxy import LeaderProxy
 from paramserver_scheduler.lease import Lease
 from paramserver_scheduler.routes import (
@@ -64,6 +64,7 @@ def make_app() -> FastAPI:
     """Build the app; its routes answer 503 unless `app.state.service` is set, as it is while this scheduler leads."""
     app = NodeApp(
         _frequent,
+        answers.schemas,
         title="paramserver scheduler",
         version=paramserver.__version__,
         description="Models, workers, runs and checkpoints; pushes and pulls are forwarded to the shards.",

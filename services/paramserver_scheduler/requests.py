@@ -13,6 +13,7 @@ from paramserver_node import negotiate, value_docs
 from paramserver_node.api_document import answer_headers
 from paramserver_node.forward import changes_something, in_doubt
 from paramserver_scheduler import bodies
+from paramserver_scheduler.answers import Answer as Documented
 from paramserver_scheduler.runtime import Answer
 from paramserver_scheduler.service import Service
 
@@ -151,20 +152,20 @@ def number_of(request: Request, name: str, default: D, low: int = 0, high: int =
 
 
 def request_body(
-    kind: type[bodies.Body] | None, example: Any, required: bool = True, others: Sequence[str] = ()
+    kind: type[bodies.Body] | dict[str, Any], example: Any, required: bool = True, others: Sequence[str] = ()
 ) -> dict[str, Any]:
     """OpenAPI of a route's request body: its schema, a working example, and other media types that it may have."""
-    schema = {"type": "object"} if kind is None else kind.model_json_schema()
+    schema = kind if isinstance(kind, dict) else kind.model_json_schema()
     return value_docs.body(schema, example, *others, required=required)
 
 
 def response_doc(
-    status: int, text: str, example: Any = None, headers: Sequence[str] = ()
+    status: int, text: str, answer: type[Documented] | None = None, headers: Sequence[str] = ()
 ) -> dict[int | str, dict[str, Any]]:
-    """OpenAPI of a route's answer: a description and, if given, an example and the names of its headers."""
+    """OpenAPI of a route's answer: a description and, if given, its fields and the names of its headers."""
     told: dict[str, Any] = {"description": text}
     if headers:
         told["headers"] = answer_headers(*headers)
-    if example is not None:
-        told["content"] = {"application/json": {"example": example}}
+    if answer is not None:
+        told["content"] = {"application/json": {"schema": answer.ref(), "example": answer.example()}}
     return {status: told}

@@ -3,12 +3,18 @@
 import json
 from typing import Any
 
+import pytest
+from jsonschema import Draft202012Validator
 from starlette.routing import Route
 
+from paramserver.core.optimizer_spec import OPTIMIZERS
+from paramserver.core.param_spec import InitSpec
+from paramserver.core.spec import ConsistencySpec, ModelSpec
 from paramserver.wire.frame import MEDIA_TYPE
 from paramserver_node import roles
 from paramserver_scheduler.app import make_app
 from paramserver_scheduler.routes.models import TOKEN_CHARS
+from paramserver_scheduler.spec_schema import SPEC
 
 APP = make_app()
 DOCUMENT = APP.openapi()
@@ -102,3 +108,35 @@ def test_every_successful_status_is_named() -> None:
     for path in ("/models", "/models/{m}/tasks"):
         assert {"200", "201"} <= paths[path]["post"]["responses"].keys()
     assert {"200", "206", "304"} <= paths["/models/{m}/checkpoints/{name}/{file}"]["get"]["responses"].keys()
+
+
+def spec(**fields: Any) -> dict[str, Any]:
+    """What the core makes of a request with these fields."""
+    return ModelSpec.parse({"name": "m", "params": {"w": {"shape": [4]}}, **fields}).document()
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("mode", ConsistencySpec.MODES)
+def test_the_schema_of_a_spec_has_the_fields_of_each_kind(optimizer: str, mode: str) -> None:
+    """A whole spec of each optimizer and mode satisfies the schema, and one with a field too much does not."""
+    checker = Draft202012Validator(SPEC)
+    whole = spec(optimizer={"name": optimizer}, consistency={"mode": mode})
+    checker.validate(whole)
+    for part in ("optimizer", "consistency"):
+        assert not checker.is_valid({**whole, part: {**whole[part], "zzz": 1}})
+    assert not checker.is_valid(whole | {"zzz": 1})
+
+
+@pytest.mark.parametrize("kind", InitSpec.KINDS)
+@pytest.mark.parametrize(
+    "schedule",
+    [{"kind": "step", "step_size": 3}, {"kind": "exponential", "gamma": 0.5}, {"kind": "cosine", "t_max": 9}],
+)
+def test_the_schema_of_a_spec_has_each_schedule_and_initializer(kind: str, schedule: dict[str, Any]) -> None:
+    """A whole spec of each initializer and schedule satisfies the schema; one without a kind is of the first."""
+    init = {"kind": kind, **({"path": "w.safetensors"} if kind == "file" else {})}
+    whole = spec(params={"w": {"shape": [4], "init": init}}, optimizer={"schedule": schedule})
+    checker = Draft202012Validator(SPEC)
+    checker.validate(whole)
+    assert not checker.is_valid({**whole, "params": {"w": {"shape": [4], "init": {**init, "zzz": 1}}}})
+    assert not checker.is_valid({**whole, "optimizer": {"momentum": 0.5}})  # as sgd, the first, has none

@@ -7,7 +7,7 @@ from typing import Any
 
 from starlette.routing import Route
 
-from paramserver.core.optimizer_spec import OptimizerSpec, ScheduleSpec
+from paramserver.core.optimizer_spec import OPTIMIZERS, OptimizerSpec, ScheduleSpec
 from paramserver.core.spec import ConsistencySpec, ModelSpec
 from paramserver_node import roles
 from paramserver_scheduler.app import make_app
@@ -48,7 +48,7 @@ def test_the_page_shows_every_field_of_a_spec_with_its_default() -> None:
     (common,) = shown("optimizer")
     kinds = [
         {k: v for k, v in OptimizerSpec.read({"name": name}, "", []).document().items() if k not in common}
-        for name in OptimizerSpec.NAMES
+        for name in OPTIMIZERS
     ]
     kinds += [ScheduleSpec.read({"kind": kind}, "", []).document() for kind in ScheduleSpec.KINDS]
     kinds += [ConsistencySpec.read({"mode": mode}, "", []).document() for mode in ConsistencySpec.MODES]

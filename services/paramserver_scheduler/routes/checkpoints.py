@@ -10,7 +10,7 @@ from paramserver.core.scheduler import io
 from paramserver_node import negotiate
 from paramserver_node.queries import takes_query
 from paramserver_node.roles import role
-from paramserver_scheduler import bodies
+from paramserver_scheduler import answers, bodies
 from paramserver_scheduler.checkpoints import check_name
 from paramserver_scheduler.requests import (
     PAGED,
@@ -22,28 +22,14 @@ from paramserver_scheduler.requests import (
     response_doc,
     service,
 )
-from paramserver_scheduler.routes.models import MODEL
 
 router = APIRouter(prefix="/models/{m}", tags=["checkpoints"])
-
-CHECKPOINT = {
-    "name": "000012-clock-400",
-    "number": 12,
-    "clock": 400,
-    "created_s": 1763700000.0,
-    "bytes": 5120,
-    "versions": [400, 400],
-    "metric": {"name": "accuracy", "value": 0.97},
-    "kept": False,
-    "path": "/var/lib/paramserver/checkpoints/demo/000012-clock-400",
-    "scheduler": "scheduler",
-}
 
 
 @router.post(
     "/checkpoints",
     status_code=201,
-    responses=response_doc(201, "Written", CHECKPOINT),
+    responses=response_doc(201, "Written", answers.Checkpoint),
     openapi_extra=request_body(bodies.Checkpoint, {"name": "before-tuning"}, False),
 )
 @role("admin")
@@ -59,7 +45,7 @@ async def write(request: Request, m: str) -> Response:
     return await reply(request, lambda n: io.RequestCheckpoint(n, m, name))
 
 
-@router.get("/checkpoints", responses=response_doc(200, "The checkpoints", {"items": [CHECKPOINT], "next": None}))
+@router.get("/checkpoints", responses=response_doc(200, "The checkpoints", answers.Page[answers.Checkpoint]))
 @role("reader")
 @takes_query(*PAGED)
 async def list_checkpoints(request: Request, m: str) -> Response:
@@ -80,7 +66,10 @@ async def delete(request: Request, m: str, name: str) -> Response:
 
 @router.post(
     "/restore",
-    responses={**response_doc(200, "Restored", MODEL), **response_doc(201, "Restored into a new model", MODEL)},
+    responses={
+        **response_doc(200, "Restored", answers.Model),
+        **response_doc(201, "Restored into a new model", answers.Model),
+    },
     openapi_extra=request_body(bodies.Restore, {"checkpoint": "latest", "as": "demo2", "partitions": 4}, False),
 )
 @role("admin")

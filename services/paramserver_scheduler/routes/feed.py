@@ -11,21 +11,15 @@ from paramserver_node import negotiate
 from paramserver_node.queries import takes_query
 from paramserver_node.race import while_there
 from paramserver_node.roles import role
+from paramserver_scheduler import answers
 from paramserver_scheduler.hub import PING, Feed, Published
 from paramserver_scheduler.requests import number_of, respond, response_doc, service
 from paramserver_scheduler.runtime import Answer, Runtime
 
 router = APIRouter(tags=["feed"])
 
-MAP = {
-    "term": 1,
-    "cluster": "6f1c90b2a4d3e857",
-    "map_epoch": 3,
-    "shards": {"shard-0": {"addresses": ["http://127.0.0.1:8701"], "alive": True}},
-}
 
-
-@router.get("/map", responses=response_doc(200, "The map", MAP))
+@router.get("/map", responses=response_doc(200, "The map", answers.Map))
 @role("reader")
 @takes_query("since", "wait_s")
 async def get_map(request: Request) -> Response:

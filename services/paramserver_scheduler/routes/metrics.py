@@ -5,7 +5,7 @@ from fastapi import APIRouter, Request, Response
 from paramserver.core.scheduler import io
 from paramserver_node.queries import takes_query
 from paramserver_node.roles import role
-from paramserver_scheduler import bodies
+from paramserver_scheduler import answers, bodies
 from paramserver_scheduler.requests import PAGED, page, read, reply, request_body, response_doc, service
 
 router = APIRouter(prefix="/models/{m}", tags=["metrics"])
@@ -13,7 +13,7 @@ router = APIRouter(prefix="/models/{m}", tags=["metrics"])
 
 @router.post(
     "/metrics",
-    responses=response_doc(200, "Stored", {"accepted": 1}),
+    responses=response_doc(200, "Stored", answers.Accepted),
     openapi_extra=request_body(bodies.Metrics, {"worker": "demo/w0", "clock": 6, "metrics": {"loss": 0.31}}),
 )
 @role("worker")
@@ -30,9 +30,7 @@ async def report(request: Request, m: str) -> Response:
 
 @router.get(
     "/metrics",
-    responses=response_doc(
-        200, "The series", {"items": [{"name": "loss", "points": [[1763700000.0, 6, "demo/w0", 0.31]]}], "next": None}
-    ),
+    responses=response_doc(200, "The series", answers.Page[answers.Metric]),
 )
 @role("reader")
 @takes_query("name", *PAGED)

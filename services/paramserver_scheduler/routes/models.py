@@ -15,6 +15,7 @@ from paramserver.errors import problem
 from paramserver_node import negotiate
 from paramserver_node.queries import takes_query
 from paramserver_node.roles import role
+from paramserver_scheduler import answers
 from paramserver_scheduler.requests import PAGED, page, read_json, reply, request_body, respond, response_doc, service
 
 router = APIRouter(tags=["models"])
@@ -23,91 +24,6 @@ TEXTS_KEPT_MAX: Final = 16
 LINE_KEPT_S: Final = 50e-6
 """How long the text of a model's partitions is kept, for each of them: 20 times as long as it takes to make it."""
 TOKEN_CHARS: Final = re.compile(r"[A-Za-z0-9_-]{16,128}")
-
-SPEC = {
-    "name": "demo",
-    "params": {"w": {"shape": [64, 10], "dtype": "float32", "init": {"kind": "zeros"}}},
-    "optimizer": {"name": "sgd", "lr": 0.1},
-    "consistency": {"mode": "async"},
-    "partitions": 8,
-    "ack": "applied",
-}
-FULL_SPEC = {
-    "name": "demo",
-    "params": {
-        "w": {
-            "shape": [64, 10],
-            "dtype": "float32",
-            "init": {"kind": "zeros"},
-            "lr_scale": 1.0,
-            "weight_decay": None,
-            "trainable": True,
-        }
-    },
-    "optimizer": {
-        "name": "sgd",
-        "lr": 0.1,
-        "weight_decay": 0.0,
-        "schedule": {"kind": "constant", "warmup": 0},
-        "clip_value": None,
-        "clip_norm": None,
-        "linear_scaling": False,
-    },
-    "consistency": {"mode": "async", "lag": "ignore", "lag_bound": 16},
-    "partitions": 8,
-    "ack": "applied",
-    "evaluate_every": 0,
-    "checkpoint": {"every_clocks": 0, "every_minutes": 10.0, "keep": 3, "metric": "accuracy", "best": "max"},
-}
-"""What the server makes of `SPEC`."""
-MODEL = {
-    "name": "demo",
-    "generation": 1,
-    "revision": 1,
-    "settings_tag": 2159345977,
-    "timeline": 0,
-    "clock": 0,
-    "min_clock": 0,
-    "version": 0,
-    "cut": None,
-    "state": "ready",
-    "missing": [],
-    "files_error": None,
-    "served": True,
-    "live_workers": 0,
-    "created_s": 1763700000.0,
-    "spec": FULL_SPEC,
-    "bounds": [0, 640],
-    "cluster": "6f1c90b2a4d3e857",
-    "map_epoch": 3,
-    "partitions": [
-        {
-            "index": 0,
-            "shard": "shard-0",
-            "incarnation": 4294967297,
-            "version": 0,
-            "durable_version": 0,
-            "from_version": 0,
-            "served": True,
-        }
-    ],
-    "shards": {"shard-0": {"addresses": ["http://127.0.0.1:8701"]}},
-}
-LISTED = {
-    "name": "demo",
-    "generation": 1,
-    "revision": 1,
-    "timeline": 0,
-    "clock": 0,
-    "version": 0,
-    "state": "ready",
-    "mode": "async",
-    "optimizer": "sgd",
-    "size": 640,
-    "partitions": 8,
-    "served": True,
-    "live_workers": 0,
-}
 
 
 class Texts:
@@ -140,10 +56,10 @@ _PARTITIONS: Final = Texts()
     "/models",
     status_code=201,
     responses={
-        **response_doc(200, "It was there, with the same spec", MODEL),
-        **response_doc(201, "Created; every partition is served", MODEL, ["Location"]),
+        **response_doc(200, "It was there, with the same spec", answers.Model),
+        **response_doc(201, "Created; every partition is served", answers.Model, ["Location"]),
     },
-    openapi_extra=request_body(None, SPEC),
+    openapi_extra=request_body(answers.Spec.ref(), answers.SPEC),
 )
 @role("admin")
 async def create_model(request: Request) -> Response:
@@ -180,7 +96,7 @@ def _upload_token(request: Request) -> str:
     return chosen
 
 
-@router.get("/models", responses=response_doc(200, "All models", {"items": [LISTED], "next": None}))
+@router.get("/models", responses=response_doc(200, "All models", answers.Page[answers.ListedModel]))
 @role("reader")
 @takes_query(*PAGED)
 async def list_models(request: Request) -> Response:
@@ -188,7 +104,7 @@ async def list_models(request: Request) -> Response:
     return page(request, service(request).read.models())
 
 
-@router.get("/models/{m}", responses=response_doc(200, "The model, with its map", MODEL))
+@router.get("/models/{m}", responses=response_doc(200, "The model, with its map", answers.Model))
 @role("reader")
 async def get_model(request: Request, m: str) -> Response:
     """Return one model: its settings, its versions, and which shard owns each partition."""
@@ -207,8 +123,8 @@ async def get_model(request: Request, m: str) -> Response:
 
 @router.patch(
     "/models/{m}",
-    responses=response_doc(200, "The new revision", MODEL),
-    openapi_extra=request_body(None, {"optimizer": {"lr": 0.05}}, others=[negotiate.MERGE_PATCH]),
+    responses=response_doc(200, "The new revision", answers.Model),
+    openapi_extra=request_body({"type": "object"}, {"optimizer": {"lr": 0.05}}, others=[negotiate.MERGE_PATCH]),
 )
 @role("admin")
 async def patch_model(request: Request, m: str) -> Response:

@@ -14,10 +14,10 @@ from paramserver.core.scheduler import io
 from paramserver.errors import PsError, problem
 from paramserver_node.middleware import no_body_deadline
 from paramserver_node.roles import role
-from paramserver_scheduler import bodies
+from paramserver_scheduler import answers, bodies
 from paramserver_scheduler.requests import ask, number_of, read, reply, request_body, respond, response_doc, service
 from paramserver_scheduler.routes.feed import open_feed
-from paramserver_scheduler.routes.models import MODEL, SPEC, create
+from paramserver_scheduler.routes.models import create
 
 router = APIRouter(prefix="/internal", tags=["internal"])
 
@@ -34,7 +34,7 @@ BEAT = {"epoch": 1, "metrics": {"pushes_per_s": 120.0}, "partitions": [["demo", 
 @router.post(
     "/shards",
     status_code=201,
-    responses=response_doc(201, "Joined", {"name": "shard-0", "epoch": 1, "lease_s": 5.0, "term": 1}),
+    responses=response_doc(201, "Joined", answers.JoinedShard),
     openapi_extra=request_body(bodies.JoinShard, SHARD),
 )
 @role("node")
@@ -65,7 +65,7 @@ async def join_shard(request: Request) -> Response:
 
 @router.put(
     "/shards/{name}",
-    responses=response_doc(200, "Alive", {"state": "active", "term": 1}),
+    responses=response_doc(200, "Alive", answers.ShardBeat),
     openapi_extra=request_body(bodies.ShardHeartbeat, BEAT),
 )
 @role("node")
@@ -138,7 +138,7 @@ def _needed_epoch(request: Request) -> int:
     return epoch
 
 
-@router.post("/shards/{name}/drain", responses=response_doc(200, "Its partitions move to the others", {"targets": 1}))
+@router.post("/shards/{name}/drain", responses=response_doc(200, "Its partitions move to the others", answers.Targets))
 @role("node")
 async def drain_shard(request: Request, name: str) -> Response:
     """Move all partitions of a shard that is about to stop to other shards; sent by that shard, with its `?epoch=`.
@@ -180,8 +180,8 @@ async def uploaded(request: Request, m: str) -> Response:
 @router.post(
     "/models",
     status_code=201,
-    responses=response_doc(201, "Created; every partition is served", MODEL, ["Location"]),
-    openapi_extra=request_body(None, SPEC),
+    responses=response_doc(201, "Created; every partition is served", answers.Model, ["Location"]),
+    openapi_extra=request_body(answers.Spec.ref(), answers.SPEC),
 )
 @role("admin")
 async def create_restored(request: Request) -> Response:
@@ -194,7 +194,7 @@ async def create_restored(request: Request) -> Response:
 
 @router.post(
     "/models/{m}/restored",
-    responses=response_doc(200, "Noted", MODEL),
+    responses=response_doc(200, "Noted", answers.Model),
     openapi_extra=request_body(bodies.Restored, {"generation": 1, "timeline": 0, "version": 400}),
 )
 @role("node")
@@ -214,7 +214,7 @@ async def restored(request: Request, m: str) -> Response:
 
 @router.get(
     "/models/{m}/worker",
-    responses=response_doc(200, "Its newest epoch", {"worker": "demo/w0", "epoch": 1, "alive": True, "generation": 1}),
+    responses=response_doc(200, "Its newest epoch", answers.Membership),
 )
 @role("node")
 async def find_worker(request: Request, m: str, worker: str) -> Response:

@@ -8,7 +8,7 @@ from fastapi import APIRouter, Request, Response
 from paramserver.core.scheduler import io
 from paramserver_node.queries import takes_query
 from paramserver_node.roles import role
-from paramserver_scheduler import bodies
+from paramserver_scheduler import answers, bodies
 from paramserver_scheduler.requests import (
     PAGED,
     number_of,
@@ -25,53 +25,12 @@ from paramserver_scheduler.requests import (
 router = APIRouter(tags=["runs"])
 
 RUN = {"model": "demo", "entry": "paramserver.examples.digits:train", "workers": 4, "stop": {"minutes": 5}}
-CREATED = {
-    "id": "run-7",
-    "name": "run-7",
-    "model": "demo",
-    "entry": "paramserver.examples.digits:train",
-    "args": {},
-    "workers": 4,
-    "stop": {"minutes": 5},
-    "evaluate_every": 0,
-    "checkpoint_every": 0,
-    "state": "running",
-    "reason": "",
-    "error": "",
-    "from_clock": 0,
-    "ran_s": 12.5,
-    "created_s": 1763700000.0,
-    "places": [{"place": 0, "worker": "run-7/w0", "member": "pool-0", "restarts": 0, "done": False}],
-}
-MEMBER = {
-    "member": "pool-0",
-    "epoch": 1,
-    "alive": True,
-    "state": "active",
-    "heartbeat_age_s": 0.4,
-    "allow": ["paramserver.examples"],
-    "run": "run-7",
-    "place": 0,
-    "metrics": {"cpu_cores": 0.5},
-}
-ASSIGNED = {
-    "id": "run-7",
-    "name": "run-7",
-    "model": "demo",
-    "entry": "paramserver.examples.digits:train",
-    "args": {},
-    "place": 0,
-    "attempt": 0,
-    "worker": "run-7/w0",
-    "rank": 0,
-    "workers": 4,
-}
 
 
 @router.post(
     "/runs",
     status_code=201,
-    responses=response_doc(201, "Waits for workers, or runs", CREATED, ["Location"]),
+    responses=response_doc(201, "Waits for workers, or runs", answers.Run, ["Location"]),
     openapi_extra=request_body(bodies.Run, RUN),
 )
 @role("admin")
@@ -102,7 +61,7 @@ async def create_run(request: Request) -> Response:
     return await reply(request, make, lambda run: f"/runs/{run['id']}")
 
 
-@router.get("/runs", responses=response_doc(200, "Newest first", {"items": [CREATED], "next": None}))
+@router.get("/runs", responses=response_doc(200, "Newest first", answers.Page[answers.Run]))
 @role("reader")
 @takes_query(*PAGED)
 async def list_runs(request: Request) -> Response:
@@ -110,7 +69,7 @@ async def list_runs(request: Request) -> Response:
     return page(request, service(request).read.runs())
 
 
-@router.get("/runs/{run}", responses=response_doc(200, "The run", CREATED))
+@router.get("/runs/{run}", responses=response_doc(200, "The run", answers.Run))
 @role("reader")
 async def get_run(request: Request, run: str) -> Response:
     """Return one run: its state with the reason, its places, and its stopping rule."""
@@ -119,7 +78,7 @@ async def get_run(request: Request, run: str) -> Response:
 
 @router.patch(
     "/runs/{run}",
-    responses=response_doc(200, "Changed", CREATED),
+    responses=response_doc(200, "Changed", answers.Run),
     openapi_extra=request_body(bodies.RunPatch, {"state": "paused"}),
 )
 @role("admin")
@@ -134,7 +93,7 @@ async def patch_run(request: Request, run: str) -> Response:
 
 @router.post(
     "/runs/{run}/places/{place}/done",
-    responses=response_doc(200, "Noted", CREATED),
+    responses=response_doc(200, "Noted", answers.Run),
     openapi_extra=request_body(bodies.PlaceDone, {"member": "pool-0", "epoch": 1, "error": None, "attempt": 0}),
 )
 @role("worker")
@@ -153,7 +112,7 @@ async def place_done(request: Request, run: str, place: int) -> Response:
 @router.post(
     "/pool",
     status_code=201,
-    responses=response_doc(201, "Joined", {"member": "pool-0", "epoch": 1, "lease_s": 5.0}, ["Location"]),
+    responses=response_doc(201, "Joined", answers.JoinedPool, ["Location"]),
     openapi_extra=request_body(bodies.JoinPool, {"allow": ["paramserver.examples"]}, False),
 )
 @role("worker")
@@ -167,7 +126,7 @@ async def join_pool(request: Request) -> Response:
     return await reply(request, lambda n: io.JoinPool(n, b.name, b.allow), lambda p: f"/pool/{p['member']}")
 
 
-@router.get("/pool", responses=response_doc(200, "The pool", {"items": [MEMBER], "next": None}))
+@router.get("/pool", responses=response_doc(200, "The pool", answers.Page[answers.PoolMember]))
 @role("reader")
 @takes_query(*PAGED)
 async def list_pool(request: Request) -> Response:
@@ -178,7 +137,7 @@ async def list_pool(request: Request) -> Response:
 
 @router.put(
     "/pool/{member:path}",
-    responses=response_doc(200, "Alive", {"state": "assigned", "run": ASSIGNED}),
+    responses=response_doc(200, "Alive", answers.PoolBeat),
     openapi_extra=request_body(bodies.MemberHeartbeat, {"epoch": 1, "metrics": {"cpu_cores": 0.5}}),
 )
 @role("worker")

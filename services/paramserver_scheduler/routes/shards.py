@@ -5,29 +5,13 @@ from fastapi import APIRouter, Request, Response
 from paramserver.core.scheduler import io
 from paramserver_node.queries import takes_query
 from paramserver_node.roles import role
-from paramserver_scheduler import bodies
+from paramserver_scheduler import answers, bodies
 from paramserver_scheduler.requests import PAGED, page, read, reply, request_body, respond, response_doc, service
 
 router = APIRouter(tags=["shards"])
 
-SHARD = {
-    "name": "shard-0",
-    "epoch": 1,
-    "alive": True,
-    "state": "active",
-    "heartbeat_age_s": 0.4,
-    "addresses": ["http://127.0.0.1:8701"],
-    "version": "0.1.0",
-    "partitions": 4,
-    "bytes": 2560,
-    "bytes_per_s": 51200.0,
-    "memory": {"limit_bytes": 8589934592, "used_bytes": 734003200},
-    "moves": [{"model": "demo", "partition": 3, "to": "shard-1"}],
-    "metrics": {},
-}
 
-
-@router.get("/shards", responses=response_doc(200, "All shards", {"items": [SHARD], "next": None}))
+@router.get("/shards", responses=response_doc(200, "All shards", answers.Page[answers.Shard]))
 @role("reader")
 @takes_query(*PAGED)
 async def list_shards(request: Request) -> Response:
@@ -39,7 +23,7 @@ async def list_shards(request: Request) -> Response:
     return page(request, s.read.shards(s.now))
 
 
-@router.get("/shards/{name}", responses=response_doc(200, "The shard", SHARD))
+@router.get("/shards/{name}", responses=response_doc(200, "The shard", answers.Shard))
 @role("reader")
 async def get_shard(request: Request, name: str) -> Response:
     """Return one shard, with the fields of `GET /shards`."""
@@ -49,9 +33,7 @@ async def get_shard(request: Request, name: str) -> Response:
 
 @router.put(
     "/shards/{name}",
-    responses=response_doc(
-        200, "Noted; its partitions move one after the other", {**SHARD, "state": "draining", "targets": 1}
-    ),
+    responses=response_doc(200, "Noted; its partitions move one after the other", answers.ShardWithTargets),
     openapi_extra=request_body(bodies.ShardState, {"state": "draining"}),
 )
 @role("admin")

@@ -5,41 +5,20 @@ from fastapi import APIRouter, Request, Response
 from paramserver.core.scheduler import io
 from paramserver_node.queries import takes_query
 from paramserver_node.roles import role
-from paramserver_scheduler import bodies
+from paramserver_scheduler import answers, bodies
 from paramserver_scheduler.requests import PAGED, page, read, read_optional, reply, request_body, response_doc, service
 
 router = APIRouter(prefix="/models/{m}", tags=["tasks"])
 
 DATASET = {"dataset": "train", "size": 50000, "task_size": 1000}
-REGISTERED = {
-    "dataset": "train",
-    "tasks": 50,
-    "uri": None,
-    "assignment": "dynamic",
-    "passes": 1,
-    "passes_done": 0,
-    "done": 0,
-    "leased": 0,
-    "finished": False,
-}
-TASK = {
-    "id": "train:0:0",
-    "kind": "range",
-    "dataset": "train",
-    "uri": None,
-    "pass": 0,
-    "index": 0,
-    "start": 0,
-    "stop": 1000,
-}
 
 
 @router.post(
     "/tasks",
     status_code=201,
     responses={
-        **response_doc(200, "It was registered already", REGISTERED),
-        **response_doc(201, "Registered", REGISTERED),
+        **response_doc(200, "It was registered already", answers.Dataset),
+        **response_doc(201, "Registered", answers.Dataset),
     },
     openapi_extra=request_body(bodies.Dataset, DATASET),
 )
@@ -67,7 +46,7 @@ async def register(request: Request, m: str) -> Response:
     )
 
 
-@router.get("/tasks", responses=response_doc(200, "The datasets", {"items": [REGISTERED], "next": None}))
+@router.get("/tasks", responses=response_doc(200, "The datasets", answers.Page[answers.Dataset]))
 @role("reader")
 @takes_query(*PAGED)
 async def list_datasets(request: Request, m: str) -> Response:
@@ -91,7 +70,7 @@ async def delete(request: Request, m: str, dataset: str) -> Response:
 
 @router.post(
     "/tasks/lease",
-    responses=response_doc(200, "A task, or none now", {"task": TASK, "finished": False, "clock": 0, "timeline": 0}),
+    responses=response_doc(200, "A task, or none now", answers.LeasedTask),
     openapi_extra=request_body(bodies.Lease, {"worker": "demo/w0", "epoch": 1, "dataset": "train", "wait_s": 5}),
 )
 @role("worker")
@@ -111,7 +90,7 @@ async def lease(request: Request, m: str) -> Response:
 
 @router.post(
     "/tasks/{task:path}/done",
-    responses=response_doc(200, "Noted", {"id": "train:0:0", "done": True}),
+    responses=response_doc(200, "Noted", answers.DoneTask),
     openapi_extra=request_body(bodies.TaskDone, {"worker": "demo/w0", "epoch": 1}),
 )
 @role("worker")
@@ -124,7 +103,7 @@ async def done(request: Request, m: str, task: str) -> Response:
 @router.post(
     "/evaluations",
     status_code=201,
-    responses=response_doc(201, "Waits for a worker", {"id": "evaluate:12:0", "clock": 12}),
+    responses=response_doc(201, "Waits for a worker", answers.Evaluation),
 )
 @role("worker")
 async def evaluate(request: Request, m: str) -> Response:

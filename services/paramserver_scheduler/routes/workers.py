@@ -10,7 +10,7 @@ from fastapi import APIRouter, Request, Response
 from paramserver.core.scheduler import io
 from paramserver_node.queries import takes_query
 from paramserver_node.roles import role
-from paramserver_scheduler import bodies
+from paramserver_scheduler import answers, bodies
 from paramserver_scheduler.requests import (
     PAGED,
     number_of,
@@ -26,55 +26,11 @@ from paramserver_scheduler.requests import (
 
 router = APIRouter(prefix="/models/{m}", tags=["workers"])
 
-JOINED = {
-    "worker": "demo/w0",
-    "epoch": 1,
-    "rank": 0,
-    "lease_s": 5.0,
-    "clock": 0,
-    "timeline": 0,
-    "generation": 1,
-    "state": None,
-    "first": True,
-}
-WORKER = {
-    "worker": "demo/w0",
-    "epoch": 1,
-    "alive": True,
-    "state": "active",
-    "heartbeat_age_s": 0.4,
-    "rank": 0,
-    "clock": 6,
-    "next_clock": 6,
-    "metrics": {"loss": 0.3},
-    "kept": None,
-}
-BEAT = {
-    "state": "active",
-    "min_clock": 5,
-    "timeline": 0,
-    "evaluate": False,
-    "first": True,
-    "state_kept": True,
-    "settings_tag": 2159345977,
-}
-CLOCK = {
-    "released": True,
-    "late": False,
-    "clock": 1,
-    "min_clock": 1,
-    "version": 1,
-    "waiting_for": [],
-    "timeline": 0,
-    "state": "active",
-    "evaluate": False,
-}
-
 
 @router.post(
     "/workers",
     status_code=201,
-    responses=response_doc(201, "Joined", JOINED, ["Location"]),
+    responses=response_doc(201, "Joined", answers.JoinedWorker, ["Location"]),
     openapi_extra=request_body(bodies.JoinWorker, {"name": "w0"}, False),
 )
 @role("worker")
@@ -93,7 +49,7 @@ async def join(request: Request, m: str) -> Response:
     )
 
 
-@router.get("/workers", responses=response_doc(200, "The roster", {"items": [WORKER], "next": None}))
+@router.get("/workers", responses=response_doc(200, "The roster", answers.Page[answers.Worker]))
 @role("reader")
 @takes_query(*PAGED)
 async def list_workers(request: Request, m: str) -> Response:
@@ -109,7 +65,7 @@ async def list_workers(request: Request, m: str) -> Response:
 
 @router.post(
     "/workers/{w:path}/drain",
-    responses=response_doc(200, "Asked to finish", {"worker": "demo/w0", "state": "draining"}),
+    responses=response_doc(200, "Asked to finish", answers.WorkerState),
 )
 @role("admin")
 async def drain(request: Request, m: str, w: str) -> Response:
@@ -122,7 +78,7 @@ async def drain(request: Request, m: str, w: str) -> Response:
     return await reply(request, lambda n: io.DrainWorker(n, m, w))
 
 
-@router.get("/workers/{w:path}", responses=response_doc(200, "The worker", WORKER))
+@router.get("/workers/{w:path}", responses=response_doc(200, "The worker", answers.Worker))
 @role("reader")
 async def get_worker(request: Request, m: str, w: str) -> Response:
     """Return one worker of a model, live or dead: its epoch, rank, clock, heartbeat age and stored state (`kept`)."""
@@ -132,7 +88,7 @@ async def get_worker(request: Request, m: str, w: str) -> Response:
 
 @router.put(
     "/workers/{w:path}",
-    responses=response_doc(200, "Alive", BEAT),
+    responses=response_doc(200, "Alive", answers.WorkerBeat),
     openapi_extra=request_body(bodies.WorkerHeartbeat, {"epoch": 1, "clock": 6, "metrics": {"loss": 0.3}}),
 )
 @role("worker")
@@ -168,7 +124,7 @@ async def leave(request: Request, m: str, w: str) -> Response:
 
 @router.post(
     "/clock",
-    responses=response_doc(200, "Released, or `wait_s` is over", CLOCK),
+    responses=response_doc(200, "Released, or `wait_s` is over", answers.Released),
     openapi_extra=request_body(bodies.Clock, {"worker": "demo/w0", "epoch": 1, "clock": 1, "wait_s": 5}),
 )
 @role("worker")

@@ -43,7 +43,7 @@ class ScheduleSpec(Struct, frozen=True):
         return {"kind": self.kind, "warmup": self.warmup, **{n: getattr(self, n) for n in self.KINDS[self.kind]}}
 
 
-_OPTIMIZERS: Final[Mapping[str, Mapping[str, Any]]] = {
+OPTIMIZERS: Final[Mapping[str, Mapping[str, Any]]] = {
     "sgd": {"lr": 1e-3, "weight_decay": 0.0},
     "momentum": {"lr": 1e-3, "momentum": 0.9, "weight_decay": 0.0},
     "nesterov": {"lr": 1e-3, "momentum": 0.9, "weight_decay": 0.0},
@@ -57,13 +57,13 @@ _OPTIMIZERS: Final[Mapping[str, Mapping[str, Any]]] = {
 """The server-side optimizers with their hyperparameters; names and defaults are torch's (ftrl: the paper's)."""
 
 
-_COMMON_FIELDS: Final = ("schedule", "clip_value", "clip_norm", "linear_scaling")
+COMMON_FIELDS: Final = ("schedule", "clip_value", "clip_norm", "linear_scaling")
 
 
 def kept_fields(name: str) -> tuple[str, ...]:
     """Fields kept when a model switches to optimizer `name`: the common ones, lr and weight_decay, if it has them."""
-    own = _OPTIMIZERS.get(name, {})
-    return (*_COMMON_FIELDS, *(k for k in ("lr", "weight_decay") if k in own))
+    own = OPTIMIZERS.get(name, {})
+    return (*COMMON_FIELDS, *(k for k in ("lr", "weight_decay") if k in own))
 
 
 class OptimizerSpec(Struct, frozen=True):
@@ -90,14 +90,12 @@ class OptimizerSpec(Struct, frozen=True):
     linear_scaling: bool = False
     """Multiply the learning rate by the number of live workers (Goyal et al. 2017)."""
 
-    NAMES = tuple(_OPTIMIZERS)
-
     @classmethod
     def read(cls, data: Any, where: str, errors: list[PsError]) -> Self:
         r = Reader(data, where, errors)
-        name = r.choice("name", "sgd", cls.NAMES)
+        name = r.choice("name", "sgd", tuple(OPTIMIZERS))
         values: dict[str, Any] = {}
-        for key, default in _OPTIMIZERS[name].items():
+        for key, default in OPTIMIZERS[name].items():
             if key == "betas":
 
                 def betas_ok(v: Any) -> bool:
@@ -117,7 +115,7 @@ class OptimizerSpec(Struct, frozen=True):
         return cls(name, **values)
 
     def document(self) -> dict[str, Any]:
-        own = {k: getattr(self, k) for k in _OPTIMIZERS[self.name]}
+        own = {k: getattr(self, k) for k in OPTIMIZERS[self.name]}
         if "betas" in own:
             own["betas"] = list(own["betas"])
         return {

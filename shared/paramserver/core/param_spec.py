@@ -28,6 +28,9 @@ _DTYPES_ELSEWHERE: Final = {
     "double": '"float64"',
 }
 
+FANS: Final = ("fan_in", "fan_out")
+NONLINEARITIES: Final = ("linear", "sigmoid", "tanh", "relu", "leaky_relu", "selu")
+
 
 class InitSpec(Struct, frozen=True):
     """How a parameter gets its initial values."""
@@ -68,10 +71,9 @@ class InitSpec(Struct, frozen=True):
             if name == "seed":
                 values[name] = r.integer("seed", default.seed)
             elif name == "mode":
-                values[name] = r.choice("mode", default.mode, ("fan_in", "fan_out"))
+                values[name] = r.choice("mode", default.mode, FANS)
             elif name == "nonlinearity":
-                kinds = ("linear", "sigmoid", "tanh", "relu", "leaky_relu", "selu")
-                values[name] = r.choice("nonlinearity", default.nonlinearity, kinds)
+                values[name] = r.choice("nonlinearity", default.nonlinearity, NONLINEARITIES)
             elif name == "path":
                 hint = "of a safetensors file directly below the scheduler's state directory"
                 values[name] = r.take("path", "", is_name, "a file name", hint)

@@ -26,6 +26,10 @@ _MODES_ELSEWHERE: Final = {
 _KEPT: Final = {"consistency": ("lag", "lag_bound"), "schedule": ("warmup",)}
 """Fields that stay when the kind of that part changes; of an optimizer, `kept_fields` names them."""
 
+LATE: Final = ("drop", "fold")
+LAG: Final = ("ignore", "scale", "reject")
+BEST: Final = ("max", "min")
+
 
 class ConsistencySpec(Struct, frozen=True):
     """When pushes are applied and who waits for whom."""
@@ -73,13 +77,13 @@ class ConsistencySpec(Struct, frozen=True):
             if values["quorum"] <= 0.0:
                 r.fail("quorum", "must be above 0")
             values["quorum_count"] = r.optional_integer("quorum_count")
-            values["late"] = r.choice("late", "drop", ("drop", "fold"))
+            values["late"] = r.choice("late", "drop", LATE)
         if "min_workers" in own:
             values["min_workers"] = r.integer("min_workers", 1, 1, limits.WORKERS_PER_MODEL_MAX)
         if "count" in own:
             values["count"] = r.integer("count", 8, 1, limits.QUEUED_REQUESTS_MAX)
             values["interval_ms"] = r.integer("interval_ms", 1000, 1, 3_600_000)
-        values["lag"] = r.choice("lag", "ignore", ("ignore", "scale", "reject"))
+        values["lag"] = r.choice("lag", "ignore", LAG)
         values["lag_bound"] = r.integer("lag_bound", 16)
         r.done()
         return cls(mode, **values)
@@ -109,7 +113,7 @@ class CheckpointSpec(Struct, frozen=True):
             r.number("every_minutes", limits.CHECKPOINT_INTERVAL_MIN, 0.0),
             r.integer("keep", 3, 1, 1000),
             r.take("metric", "accuracy", lambda v: isinstance(v, str) and 0 < len(v) <= 64, "a metric's name"),
-            r.choice("best", "max", ("max", "min")),
+            r.choice("best", "max", BEST),
         )
         r.done()
         return spec
