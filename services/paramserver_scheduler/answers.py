@@ -165,6 +165,7 @@ class JoinedWorker(Answer):
     timeline: int = _of(0)
     generation: int = _of(1)
     state: Any = _of(None, "what the previous worker of that name last stored; null: nothing")
+    asked: Literal["active", "paused", "stop"] = _of("active", "what it is asked to be, as in a heartbeat's `state`")
     first: bool = _of(True, "whether its rank is the lowest of the live workers'")
 
 

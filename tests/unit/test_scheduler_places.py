@@ -140,3 +140,17 @@ def test_a_place_is_not_kept_for_a_member_that_has_done_it() -> None:
     d.restart()
     d.wait(limits.LEASE_S + 1.0)
     assert place(d, member(d, "a")) == 1
+
+
+def test_a_join_tells_a_worker_what_its_run_asks() -> None:
+    """A worker hears with its join that its run is paused or over, or that its place is gone.
+
+    One whose process was started again trained a paused run until its first heartbeat.
+    """
+    d = Driver.with_model()
+    run(d, workers=2)
+    assert [d.join(name)["asked"] for name in ("run-1/w0", "run-1/w2", "alone")] == ["active", "stop", "active"]
+    d.ask(lambda n: io.PatchRun(n, "run-1", "paused"))
+    assert [d.join(name)["asked"] for name in ("run-1/w0", "alone")] == ["paused", "active"]
+    d.ask(lambda n: io.PatchRun(n, "run-1", "stopped"))
+    assert d.join("run-1/w1")["asked"] == "stop"

@@ -60,6 +60,11 @@ class AsyncWorker(WorkerBase):
             await self._withdraw(joining)
             raise
         self._heartbeat = asyncio.create_task(self._keep_alive(), name=f"heartbeat {self.name}")
+        try:
+            await self._run(self._session.while_paused())
+        except BaseException:
+            await self.__aexit__()
+            raise
         return self
 
     async def __aexit__(self, *exc: object) -> None:

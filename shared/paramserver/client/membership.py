@@ -140,6 +140,7 @@ class Membership:
         self.timeline = int(doc.get("timeline") or 0)
         self.reports.begin(self.timeline)
         self.clock = self.since = self._min_clock = int(doc.get("clock") or 0)
+        self._heed(doc.get("asked"))
 
     def leave(self, deadline: Deadline) -> Call[None]:
         """Leave the model, after a last heartbeat.  Errors are only logged: the lease then expires by itself."""
@@ -309,14 +310,16 @@ class Membership:
 
     def _adopt(self, doc: Mapping[str, Any]) -> None:
         """Adopt the status and the pending evaluation that an answer of the scheduler names."""
-        status = doc.get("state")
+        self._heed(doc.get("state"))
+        self.first = bool(doc.get("first", self.first))
+        if "evaluate" in doc:
+            self._evaluation_waits = bool(doc["evaluate"])
+
+    def _heed(self, status: Any) -> None:
         untold = (status, self.status) == ("paused", "stop")  # Redis is away, and whoever leads cannot repeat it
         if status in ("active", "paused", "draining", "stop") and status != self.status and not untold:
             self.status = str(status)
             log.info("worker.asked worker=%s state=%s", self.worker, status)
-        self.first = bool(doc.get("first", self.first))
-        if "evaluate" in doc:
-            self._evaluation_waits = bool(doc["evaluate"])
 
     def while_paused(self, until: Deadline | None = None) -> Call[None]:
         """Wait while the worker is asked to pause.  Raises Unavailable (`unavailable`) at `until`, if given."""

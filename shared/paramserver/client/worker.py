@@ -31,6 +31,8 @@ T = TypeVar("T")
 class Worker(WorkerBase):
     """One worker of one model: joins when its `with` block begins, leaves when it ends.
 
+    The block of one that joins a paused run begins once that goes on.
+
     Inside the block it renews its lease from a background thread, numbers its pushes and clocks, and follows rollbacks
     and requests of the scheduler (see `docs/sdk.md`).  It belongs to the process that opened it.  In sync its
     iterations follow one another: threads need workers of their own.
@@ -63,6 +65,7 @@ class Worker(WorkerBase):
         try:
             self._thread.start()
             joined.result()
+            self._run(self._session.while_paused())
         except BaseException:  # also Ctrl-C: a member without heartbeats would hold the others up for a whole lease
             self.__exit__()
             raise

@@ -90,6 +90,7 @@ class WorkerDesk:
             "timeline": model.timeline,
             "generation": model.generation,
             "state": worker.state,
+            "asked": self.state(model, worker),
             "first": model.roster.live()[0] is worker,
         }
         self.c.answer(e.request, body, 201)
