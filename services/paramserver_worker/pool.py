@@ -6,7 +6,6 @@ main thread; meanwhile another thread sends heartbeats and notices when the plac
 
 import logging
 import os
-import signal
 import threading
 import time
 import traceback
@@ -27,7 +26,7 @@ from paramserver.errors import (
     Unavailable,
     problem,
 )
-from paramserver_node.unwind import Terminated
+from paramserver_node.unwind import Terminated, own_handlers
 from paramserver_node.usage import Usage
 from paramserver_worker import entry
 
@@ -128,16 +127,15 @@ class PoolMember:
         log.info(
             "place.begins run=%s place=%s entry=%s model=%s", *(place[k] for k in ("id", "place", "entry", "model"))
         )
-        error, handler = None, signal.getsignal(signal.SIGTERM)
+        error = None
         with self._heartbeats_during(place) as taken_away:
             try:
-                function = entry.load(place["entry"], self._allow)
-                entry.run(self._client, function, place.get("args") or {}, model=place["model"], place=place)
+                with own_handlers():
+                    function = entry.load(place["entry"], self._allow)
+                    entry.run(self._client, function, place.get("args") or {}, model=place["model"], place=place)
             except (Terminated, KeyboardInterrupt):
                 raise
             except SystemExit as e:  # the function ended by itself
-                if e.code == 128 + signal.SIGTERM and signal.getsignal(signal.SIGTERM) != handler:
-                    raise  # by a handler of its own, which has taken the place of ours
                 error = None if e.code in (None, 0) else f"{place['entry']} ended with sys.exit({e.code!r})"
             except PsError as e:
                 error = f"{traceback.format_exc()[-TRACEBACK_CHARS:]}\n{e}"

@@ -4,12 +4,17 @@ import os
 import signal
 import sys
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from types import FrameType
 from typing import Any
 
 import pytest
 
 from paramserver import limits
 from paramserver.errors import AuthError, FencedError, problem
+from paramserver_node.unwind import ENDING, Terminated
 from paramserver_worker import entry, pool
 from paramserver_worker.pool import PoolMember
 
@@ -265,7 +270,7 @@ def test_a_member_takes_its_own_late_join_for_no_other_process(
 
 
 def test_a_function_that_ends_as_its_own_child_did_has_failed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without a handler of the function's own, 143 is a status like any other: somebody ended what it had started."""
+    """That no handler exits with, 143 is a status like any other: somebody ended what the function had started."""
     told: list[str] = []
 
     class Listener(PatientScheduler):
@@ -285,22 +290,80 @@ def test_a_function_that_ends_as_its_own_child_did_has_failed(monkeypatch: pytes
     assert told == ["json:dumps ended with sys.exit(143)"]
 
 
-def test_a_function_that_turns_sigterm_into_an_exit_ends_its_worker(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A function with the handler that scripts need leaves its worker one that can be told to end.
+def stop(status: int, number: int, frame: FrameType | None) -> None:
+    """Exit with this status: a handler, once it is given that."""
+    sys.exit(status)
 
-    The exit counted as the function's failure, and the worker went on until it was killed.
-    """
-    scheduler: Any = PatientScheduler()
-    before = signal.getsignal(signal.SIGTERM)
 
-    def train(*_: Any, **__: Any) -> None:
-        signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-        os.kill(os.getpid(), signal.SIGTERM)
+class Stopped(Exception):
+    """What a script raises to leave its loop, wherever it is."""
 
-    monkeypatch.setattr(entry, "run", train)
+
+class Script:
+    """Handlers of scripts."""
+
+    def stop(self, *_: Any) -> None:
+        """Raise an exception of the script's own."""
+        raise Stopped
+
+    def __call__(self, number: int, _: FrameType | None) -> None:
+        """The same."""
+        raise Stopped
+
+
+@contextmanager
+def handling(handler: Any) -> Iterator[None]:
+    """Handle SIGTERM in the block, as careful libraries do."""
+    before = signal.signal(signal.SIGTERM, handler)
     try:
-        with pytest.raises(SystemExit, match="143"):
-            PoolMember(scheduler, "w", ["json"]).work()
+        yield
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+def terminated(handler: Any, how: str) -> None:
+    """Be told to end in a function that handles this itself."""
+    if how == "set":
+        signal.signal(signal.SIGTERM, handler)
+        os.kill(os.getpid(), signal.SIGTERM)
+    elif how == "undone":
+        with handling(handler):
+            os.kill(os.getpid(), signal.SIGTERM)
+    else:
+        try:
+            terminated(handler, "set")
+        except BaseException as e:
+            raise RuntimeError("the training has ended") from e
+
+
+@pytest.mark.parametrize("how", ["set", "undone", "followed"])
+@pytest.mark.parametrize(
+    "handler",
+    [lambda *_: sys.exit(143), partial(stop, 0), Script().stop, Script()],
+    ids=["143", "0", "method", "object"],
+)
+def test_a_function_whose_own_handler_ends_it_ends_its_worker(
+    monkeypatch: pytest.MonkeyPatch, handler: Any, how: str
+) -> None:
+    """A function with a handler as scripts have it leaves its worker one that can be told to end.
+
+    Its exit counted as the function's failure or, with status 0, as its place being done.
+    """
+    scheduler: Any = PatientScheduler()
+    monkeypatch.setattr(entry, "run", lambda *_, **__: terminated(handler, how))
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(Terminated, match="143"):
+        PoolMember(scheduler, "w", ["json"]).work()
     assert scheduler.attempts == 0
+    assert signal.getsignal(signal.SIGTERM) == before
+
+
+@pytest.mark.parametrize("number", ENDING)
+def test_the_handlers_of_a_function_go_with_it(monkeypatch: pytest.MonkeyPatch, number: signal.Signals) -> None:
+    """A function's handler that only sets a flag is called for no signal that comes once it has returned."""
+    scheduler: Any = Scheduler()
+    monkeypatch.setattr(entry, "run", lambda *_, **__: signal.signal(number, lambda *_: None))
+    before = signal.getsignal(number)
+    with pytest.raises(Over):
+        PoolMember(scheduler, "w", ["json"]).work()
+    assert signal.getsignal(number) == before
