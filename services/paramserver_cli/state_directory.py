@@ -26,6 +26,7 @@ from typing import IO, BinaryIO, Final, Literal, TypeVar
 import psutil
 
 from paramserver import limits
+from paramserver.core.scheduler.runs import ALLOWED_BY_DEFAULT
 
 if sys.platform != "win32":
     import fcntl
@@ -51,7 +52,7 @@ class Plan:
     """First port of the block; None: the default block if it is free, else another."""
     scheduler: str | None = None
     """URLs of a running cluster, separated by commas; only workers are started then, for that cluster."""
-    allow: list[str] = field(default_factory=lambda: ["paramserver.examples"])
+    allow: list[str] = field(default_factory=lambda: [ALLOWED_BY_DEFAULT])
     """Prefixes of entry points that the workers may run."""
     paths: list[str] = field(default_factory=list)
     """Folders added to the import path of the workers."""

@@ -11,6 +11,7 @@ from typing import Annotated, Literal
 import typer
 from rich.console import Console
 
+from paramserver.core.scheduler.runs import ALLOWED_BY_DEFAULT
 from paramserver.core.urls import DEFAULT_URL
 from paramserver.errors import problem
 from paramserver_cli import keys, launch
@@ -81,7 +82,7 @@ def up(
         redis_url(redis) if lifeline is None else None,  # that of `ps.local()` is its own, whatever is configured here
         host,
         port,
-        allow=allow or ["paramserver.examples"],
+        allow=allow or [ALLOWED_BY_DEFAULT],
         insecure=insecure,
         schedulers=schedulers,
         appendfsync=appendfsync,

@@ -15,6 +15,7 @@ from typing import Any, ClassVar, Final, Self, get_type_hints
 
 from paramserver import limits
 from paramserver.core.near import near
+from paramserver.core.scheduler.runs import ALLOWED_BY_DEFAULT
 from paramserver.core.urls import DEFAULT_URL, is_node_url
 from paramserver.errors import RequestError, problem
 from paramserver_node import crash
@@ -159,7 +160,7 @@ class WorkerSettings(CallerSettings):
     log_level: str = "INFO"
     name: str = ""
     """Unique name in the pool; default: host name, process id and a random part."""
-    allow: str = "paramserver.examples"
+    allow: str = ALLOWED_BY_DEFAULT
     """Prefixes of the modules it may run, separated by commas."""
 
 

@@ -86,7 +86,15 @@ def test_a_run_says_that_idle_workers_may_not_import_its_entry() -> None:
     assert f"1 of 2 workers; 1 more can join: {barred}" in state(d)[1]
     assert json.loads(d.hash["run:run-1"])["reason"] == state(d)[1]
     d.ask(lambda n: io.LeavePool(n, a["member"], 1))
-    assert "psctl up --workers" in state(d)[1]
+    assert state(d)[1] == "1 of 2 workers; 1 more can join: start one with 'paramserver-worker'"
+
+
+def test_a_run_of_ones_own_function_says_how_to_start_workers_that_may_import_it() -> None:
+    """A worker may import the shipped examples only, unless it is told of another module."""
+    d = Driver.with_model()
+    d.ask(lambda n: io.CreateRun(n, "m", "mypackage.job:train"))
+    how = "start one with 'paramserver-worker --allow mypackage.job'"
+    assert state(d)[1] == f"no worker has taken one of its 1 places: {how}"
 
 
 def test_an_exception_that_is_reported_again_counts_once() -> None:

@@ -27,7 +27,8 @@ SOON_S: Final = 60.0
 """A process that lived longer at its place has got somewhere: its function does not end it each time."""
 ENDED: Final = ("finished", "failed", "stopped")
 ENTRY: Final = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*", re.ASCII)
-HOW_TO_START: Final = "start one with 'paramserver-worker', or N on this machine with 'psctl up --workers N'"
+ALLOWED_BY_DEFAULT: Final = "paramserver.examples"
+"""Prefix of the entries that a worker may import which was told of none."""
 
 ALLOWED_LISTED_MAX: Final = 8
 """Allowed prefixes listed in the reason of a run whose entry idle workers may not import."""
@@ -254,13 +255,16 @@ class Run:
 
 def how_to_start(entry: str, barred: Sequence[Sequence[str]]) -> str:
     """How to start workers for an entry; `barred` has the allowed prefixes of each idle one that may not import it."""
+    if not barred and is_allowed(entry, [ALLOWED_BY_DEFAULT]):
+        return "start one with 'paramserver-worker'"
+    start = f"start one with 'paramserver-worker --allow {entry.partition(':')[0]}'"
     if not barred:
-        return HOW_TO_START
-    module, allowed = entry.partition(":")[0], sorted({p for prefixes in barred for p in prefixes})
+        return start
+    allowed = sorted({p for prefixes in barred for p in prefixes})
     listed = ", ".join(allowed[:ALLOWED_LISTED_MAX]) + (", ..." if len(allowed) > ALLOWED_LISTED_MAX else "")
     return (
         f"{len(barred)} idle worker{'s' if len(barred) > 1 else ''} may not import '{entry}' "
-        f"(allowed: {listed or 'nothing':.200}): start one with 'paramserver-worker --allow {module}'"
+        f"(allowed: {listed or 'nothing':.200}): {start}"
     )
 
 
