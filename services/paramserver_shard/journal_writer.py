@@ -243,7 +243,7 @@ class _Lane:
     def _set_reason(self, reason: str, *, logged: bool = False) -> None:
         if not reason or logged:
             self._told, self._refused = logged, False
-        elif not self._told and (self.queues or not self._refused):  # a level that nobody uses may be impossible
+        elif not self._told and (self.queues or not self._fsync):  # nobody misses a level that nobody uses
             self._told = True
             log.warning("pushes cannot be %s: %s", self._level, reason)
         if reason != self.reason:

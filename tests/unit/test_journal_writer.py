@@ -157,10 +157,20 @@ def test_a_level_that_is_needed_and_cannot_be_offered_is_logged_once(caplog: pyt
 def test_a_cause_that_stays_is_logged_after_one_that_passed(caplog: pytest.LogCaptureFixture) -> None:
     """If Redis comes back and cannot offer a level that is needed, the log does not end with its absence."""
     no_file = problem("not_built", "no file")
-    shard = Shard(probes=[OSError("gone"), no_file], writes=[no_file])
+    shard = Shard(writes=[problem("storage_unavailable", "gone"), no_file])
     shard.run((1.0, shard.add(entry(1), fsync=True)))
 
-    assert told(caplog) == [f"pushes cannot be fsynced: {why}" for why in ("Redis does not answer: gone", "no file")]
+    assert told(caplog) == [f"pushes cannot be fsynced: {why}" for why in ("gone", "no file")]
+
+
+def test_an_outage_is_no_trouble_of_a_level_that_nobody_uses(caplog: pytest.LogCaptureFixture) -> None:
+    """While no entry has to be on disk, the log says nothing of that level, whatever Redis answers or does not."""
+    no_file = problem("not_built", "no file")
+    shard = Shard(probes=[no_file, OSError("gone"), no_file])
+    shard.run((21.0, lambda: None))
+
+    assert [at_s for at_s, _ in shard.probes] == [0.0, 10.0, 10.5, 20.5]
+    assert told(caplog) == []
 
 
 def test_entries_that_are_held_up_hold_up_no_others(caplog: pytest.LogCaptureFixture) -> None:
