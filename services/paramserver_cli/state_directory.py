@@ -222,10 +222,11 @@ class StateDir:
                 os.truncate(log, 0)
 
     def mark_used(self) -> None:
-        """Mark the files here and the logs as just read: whoever tidies temporary folders goes by age."""
-        for file in (*self.path.glob("*"), *self.logs.glob("*")):
-            with suppress(OSError):  # it may just have been moved
-                os.utime(file, ns=(time.time_ns(), file.stat().st_mtime_ns))
+        """Mark all files here as just read: whoever tidies temporary folders goes by age."""
+        for folder, _, names in os.walk(self.path):
+            for path in (folder, *(os.path.join(folder, name) for name in names)):
+                with suppress(OSError):  # it may just have been moved
+                    os.utime(path, ns=(time.time_ns(), os.stat(path).st_mtime_ns))
 
     def tail(self, name: str, lines: int = 20) -> str:
         """Return the last lines of one log; empty if there is none."""

@@ -44,6 +44,8 @@ SHARD_SPARE_S = 5.0
 """A shard, which first hands over or stores its partitions, has so much more than its own `stop_s`."""
 FOLDER_S = 5.0
 """Interval between looks at the state directory: at its lock, and at the size of the logs."""
+USED_S = 600.0
+"""How often all files there are marked as in use: there may be many, and whoever tidies goes by days."""
 PROBE_INTERVAL_S = 0.05
 PROBE_TIMEOUT_S = 2.0
 
@@ -276,12 +278,15 @@ class Supervisor:
 
     async def _tend_folder(self) -> None:
         """Keep the logs short and all files in use; stop if the folder is gone, as psctl then has no other way to."""
+        mark_at = 0.0
         while True:
             await asyncio.sleep(FOLDER_S)
             if not self.state.is_locked_by(self.lock):
                 log.error("%s has been removed or renamed: the cluster stops", self.state.path)
                 self.stop.set()
-            self.state.mark_used()
+            if (now := asyncio.get_running_loop().time()) >= mark_at:
+                mark_at = now + USED_S
+                self.state.mark_used()
             with suppress(OSError):  # next time
                 self.state.bound_logs()
 

@@ -151,12 +151,15 @@ def test_a_cluster_whose_folder_is_removed_stops(supervisor: Supervisor) -> None
 
 
 def test_no_file_of_a_training_of_weeks_looks_unused(supervisor: Supervisor) -> None:
-    """The files that workers are started with, and their logs, are not what a tidied temporary folder loses by age.
+    """The files that workers are started with, logs and what Redis stores are not lost by age in a temporary folder.
 
     After ten days a worker that died was not started again: its module had been deleted.  Times of writing stay.
     """
     supervisor.state.make()
-    files = [supervisor.state.path / "job_0a1b.py", supervisor.state.path / "lock", supervisor.state.log("worker-0")]
+    stored = supervisor.state.path / "redis" / "appendonlydir" / "appendonly.aof.manifest"
+    stored.parent.mkdir(parents=True)
+    paths = supervisor.state.path / "job_0a1b.py", supervisor.state.path / "lock", supervisor.state.log("worker-0")
+    files = [*paths, stored]
     for file in files:
         file.touch()
         os.utime(file, (1e9, 1e9))
@@ -169,5 +172,5 @@ def test_no_file_of_a_training_of_weeks_looks_unused(supervisor: Supervisor) -> 
 
     virtual_time.run(run())
     now = time.time()
-    assert [now - 60 < file.stat().st_atime for file in files] == [True] * 3
-    assert [file.stat().st_mtime for file in files] == [1e9] * 3
+    assert [now - 60 < file.stat().st_atime for file in files] == [True] * 4
+    assert [file.stat().st_mtime for file in files] == [1e9] * 4
