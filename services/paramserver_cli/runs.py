@@ -32,7 +32,7 @@ def _print_run(run: dict[str, Any], as_json: bool) -> None:
             typer.echo(f"{key:8} {run[key] if isinstance(run[key], str) else json.dumps(run[key])}")
     if restarts := sum(place["restarts"] for place in run.get("places", ())):
         typer.echo(f"restarts {restarts}")
-    if run.get("error") and run["state"] not in ENDED:  # of one that has failed, the reason has all of it
+    if run.get("error") and run["error"].partition(": ")[2] not in run["reason"]:  # where it ended the run, that has it
         typer.echo(f"error    {run['error']}")
 
 

@@ -85,12 +85,21 @@ def test_all_shards_count(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert (done.exit_code, done.stdout) == (0, "3 shards\n")
 
 
-def test_the_exceptions_that_a_run_has_survived_are_shown(url: str) -> None:
-    """`psctl run show` says how often functions of the run were called again, and what was raised last."""
-    shown = CliRunner().invoke(app, ["run", "show", "run-1", "--url", url])
-    assert shown.stdout.splitlines() == [
-        "id       run-1",
-        "state    running",
-        "restarts 3",
-        "error    worker 1: ValueError: no data",
-    ]
+@pytest.mark.parametrize(
+    ("state", "reason", "shown"),
+    [
+        ("running", "", True),
+        ("finished", "the limit of 9 clocks was reached", True),
+        ("failed", "the process of worker 0 died 5 times", True),
+        ("failed", "worker 1 raised an exception:\nValueError: no data\n", False),
+    ],
+)
+def test_the_exceptions_that_a_run_has_survived_are_shown(
+    url: str, monkeypatch: pytest.MonkeyPatch, state: str, reason: str, shown: bool
+) -> None:
+    """`psctl run show` says how often functions were called again, and what was raised last if the reason does not."""
+    monkeypatch.setitem(RUNS, "/runs/run-1", RUNS["/runs/run-1"] | {"state": state, "reason": reason})
+    lines = CliRunner().invoke(app, ["run", "show", "run-1", "--url", url]).stdout.splitlines()
+    assert lines[:2] == ["id       run-1", f"state    {state}"]
+    assert "restarts 3" in lines
+    assert ("error    worker 1: ValueError: no data" in lines) == shown
