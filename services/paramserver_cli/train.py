@@ -31,6 +31,8 @@ from paramserver_node.words import arguments
 
 SPEC_FILE = "model.yaml"
 POLL_S = 0.4
+RAISED_EVERY_S = 5.0
+"""Least time between two lines about exceptions: in an outage, functions may raise some every second."""
 RETURN_S = 10.0
 """How long the functions of a run that has ended may go on, to finish their step and whatever follows their loop; it is
 what a worker of the pool gives them, too."""
@@ -185,6 +187,7 @@ def _prepare(client: ps.Client, model: str, spec: Path | None, mode: str | None,
 def _follow(client: ps.Client, run: str, training: Training, state: StateDir) -> dict[str, Any]:
     """Show the run until it has ended, through outages of the cluster, and return its document."""
     restarts: dict[str, int] = {}
+    raised, told_s = 0, float("-inf")
     with display(client.url) as shown:
         while True:
             training.poll()
@@ -196,10 +199,13 @@ def _follow(client: ps.Client, run: str, training: Training, state: StateDir) ->
                 continue
             if document["state"] in ENDED:
                 return document
-            held = document["reason"] or document["state"]
-            if document["state"] == "waiting":  # the rest says how to start workers, which are ours to start
-                held = held.partition(":")[0]
-            training.held = "" if document["state"] == "running" else held
+            held = document["reason"].partition(":")[0]  # the rest says how to start workers, which are ours to start
+            training.held = held or ("" if document["state"] == "running" else document["state"])
+            total, now = sum(place["restarts"] for place in document["places"]), time.monotonic()
+            if total > raised and document["error"] and now - told_s >= RAISED_EVERY_S:
+                raised, told_s = total, now
+                so_far = f"{total} exception{'s' * (total > 1)} so far"
+                typer.echo(f"{document['error']}; its function is called again ({so_far})")
             supervisor = state.supervisor()
             for name, count in (supervisor.restarts if supervisor else {}).items():
                 if count > restarts.get(name, 0):

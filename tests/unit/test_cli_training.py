@@ -109,9 +109,9 @@ def test_a_loss_that_becomes_nan_is_told(capsys: pytest.CaptureFixture[str]) -> 
 def test_a_training_whose_run_does_not_run_says_why(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """What is followed tells that its run is paused, or waits, with the last numbers, until it runs.
+    """What is followed tells that its run is paused, or waits for workers, with the last numbers.
 
-    It does not tell how workers are started, as it starts its own.
+    It does not tell how workers are started, as it starts its own.  An exception that its run survives is told once.
     """
     monkeypatch.setattr(train, "POLL_S", 0.0)
     monkeypatch.setattr("paramserver_cli.display.PLAIN_EVERY_S", 0.0)
@@ -119,16 +119,18 @@ def test_a_training_whose_run_does_not_run_says_why(
     run = Run("run-1", "r", "m", "m:f", {}, StopRule(), [Place(), Place()], 0.0)
     run.settle(0.0, how_to_start("m:f", [["other"]]), 0)
     states = [
-        (run.state, run.reason),
-        ("paused", "paused by request"),
-        ("running", "1 of 2 workers"),
-        ("finished", "it is over"),
+        (run.state, run.reason, 0),
+        ("paused", "paused by request", 0),
+        ("running", "training begins when 1 more worker has joined; 1 of 2 workers; 1 more can join: how", 1),
+        ("running", "", 1),
+        ("finished", "it is over", 2),
     ]
-    rounds: list[list[Any]] = [[], [], *[[worker | {"heartbeat_age_s": 0.1}]] * 2]
+    rounds: list[list[Any]] = [[], [], *[[worker | {"heartbeat_age_s": 0.1}]] * 3]
 
     def get_run(run: str, **_: Any) -> Any:
-        state, reason = states.pop(0)
-        return {"id": run, "state": state, "reason": reason}
+        state, reason, restarts = states.pop(0)
+        places = [{"restarts": 0}, {"restarts": restarts}]
+        return {"id": run, "state": state, "reason": reason, "places": places, "error": "worker 1: ValueError: no"}
 
     def status(timeout: float) -> Any:
         return {"models": [MODEL | {"workers": rounds.pop(0)}]}
@@ -139,10 +141,12 @@ def test_a_training_whose_run_does_not_run_says_why(
     train._follow(client, "run-1", training, supervised)
 
     lines = capsys.readouterr().out.splitlines()
+    assert lines.pop(3) == "worker 1: ValueError: no; its function is called again (1 exception so far)"
     assert [line.split("s  ", 1)[1].strip() for line in lines] == [
         "waiting for workers",
         "no worker has taken one of its 2 places",
         "0 pushes/s  clocks 3  paused by request",
+        "0 pushes/s  clocks 3  training begins when 1 more worker has joined; 1 of 2 workers; 1 more can join",
         "0 pushes/s  clocks 3",
     ]
     training.held = "paused by request"
