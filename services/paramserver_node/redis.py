@@ -12,8 +12,8 @@ from redis.asyncio import Redis
 from redis.asyncio.connection import AbstractConnection
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
+from redis.exceptions import AuthenticationError, ReadOnlyError, RedisError, ResponseError
 from redis.exceptions import ConnectionError as RedisConnectionError
-from redis.exceptions import ReadOnlyError, RedisError, ResponseError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
 from paramserver.errors import PsError, problem
@@ -128,6 +128,9 @@ def trouble(error: BaseException) -> str:
 
     Which of the requests it was is left out: one trouble has one text, for all requests and from all nodes.
     """
+    # What it says of the second kind, to large requests, names no password.
+    if isinstance(error, AuthenticationError) or "unauthenticated" in str(error):
+        return "Redis refuses: it wants another password than its URL here has (--redis, PARAMSERVER_REDIS)"
     text = _REQUEST.sub("", str(error)).rstrip(".")
     return f"Redis {'does not answer' if isinstance(error, AWAY) else 'refuses'}: {text or type(error).__name__}"
 
