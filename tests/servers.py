@@ -54,7 +54,14 @@ def running_redis(directory: Path, port: int | None = None, more: Sequence[str] 
     log = directory / "redis.log"
     with log.open("ab") as out:
         words = [*redis_server.command(redis_server.find_binary(), port, directory), *more]
-        child = subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=out, stderr=out, cwd=directory)
+        child = subprocess.Popen(
+            words,
+            stdin=subprocess.DEVNULL,
+            stdout=out,
+            stderr=out,
+            cwd=directory,
+            restore_signals=False,  # a limit of the size of files then makes writes fail, without SIGXFSZ
+        )
     try:
         deadline = time.monotonic() + START_TIMEOUT_S
         while redis_server.serving_pid(port) != child.pid:

@@ -9,7 +9,7 @@ import shutil
 import socket
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -29,7 +29,7 @@ from paramserver_cli.config import Json, Url, client_settings, connect, redis_ur
 from paramserver_cli.display import columns, console
 from paramserver_cli.state_directory import running
 from paramserver_node import redis_server
-from paramserver_node.settings import unknown_variables
+from paramserver_node.settings import FILE, ShardSettings, unknown_variables
 
 PACKAGES = ("numpy", "numba", "fastapi", "hpack", "uvicorn", "redis", "safetensors")
 FILES_MIN = 4096
@@ -65,7 +65,7 @@ def doctor(
     as_json: Json = False,
     url: Url = None,
 ) -> None:
-    """Check Python, packages, ports, Redis, /dev/shm, the file limit, versions, and the bandwidth to each shard.
+    """Check Python, packages, ports, Redis, shared memory, the file limit, versions, and the bandwidth to each shard.
 
     The bandwidth is that of a model of 4 MiB per shard, which is created for it and deleted again; it takes an admin's
     token. Exit code 1 if something will not work.
@@ -117,7 +117,7 @@ def machine(redis: str | None, *, started: bool = False) -> Iterator[Finding]:
         "psctl up takes others by itself; psctl list shows your clusters" if busy else "",
     )
     yield _redis(redis, started)
-    yield _shared_memory()
+    yield _shared_memory(_shared_memory_here())
     yield _file_limit()
 
 
@@ -202,15 +202,26 @@ def _why_redis_refuses(info: dict[str, Any]) -> tuple[str, str] | None:
     return None
 
 
-def _shared_memory() -> Finding:
-    if sys.platform != "linux":
-        return Finding("/dev/shm", "ok", "not used on this system")
-    if not Path("/dev/shm").is_dir():
-        return Finding("/dev/shm", "warning", "does not exist", "mount a tmpfs there, or docker run --shm-size 1g")
-    free_mib = shutil.disk_usage("/dev/shm").free >> 20
+def _shared_memory_here() -> str:
+    """Return the folder that shards started here use."""
+    return str(ShardSettings.sources({}, os.environ, Path.cwd() / FILE)["shared_memory"][0])
+
+
+def _shared_memory_of(shards: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return the folders of this machine that shards of a cluster use, by their addresses in its status."""
+    sockets = [Path(a.removeprefix("unix://")) for n in shards for a in n["addresses"] if a.startswith("unix://")]
+    return sorted({str(s.parents[2]) for s in sockets if s.exists()})
+
+
+def _shared_memory(folder: str) -> Finding:
+    if sys.platform != "linux" or not folder:
+        return Finding("shared memory", "ok", "not used on this system" if folder else "turned off")
+    if not Path(folder).is_dir():
+        return Finding(folder, "warning", "does not exist", "mount a tmpfs there, or docker run --shm-size 1g")
+    free_mib = shutil.disk_usage(folder).free >> 20
     if free_mib < SHM_MIB_MIN:
-        return Finding("/dev/shm", "warning", f"{free_mib} MiB free", "docker run --shm-size 1g, or remove old files")
-    return Finding("/dev/shm", "ok", f"{free_mib} MiB free")
+        return Finding(folder, "warning", f"{free_mib} MiB free", "docker run --shm-size 1g, or remove old files")
+    return Finding(folder, "ok", f"{free_mib} MiB free")
 
 
 def _file_limit() -> Finding:
@@ -249,6 +260,9 @@ def cluster(url: str | None) -> Iterator[Finding]:
         "" if same else f"pip install paramserver=={theirs}",
     )
     shards = [n for n in status["nodes"] if n["role"] == "shard" and n["alive"]]
+    for folder in _shared_memory_of(shards):
+        if folder != _shared_memory_here():
+            yield _shared_memory(folder)
     if not shards:
         yield Finding("shards", "failed", "none is alive", "psctl logs shard-0 says why; psctl up starts some")
         return

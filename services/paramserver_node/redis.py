@@ -12,8 +12,8 @@ from redis.asyncio import Redis
 from redis.asyncio.connection import AbstractConnection
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
+from redis.exceptions import AuthenticationError, ReadOnlyError, RedisError, ResponseError
 from redis.exceptions import ConnectionError as RedisConnectionError
-from redis.exceptions import ReadOnlyError, RedisError, ResponseError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
 from paramserver.errors import PsError, problem
@@ -72,7 +72,7 @@ def connect(url: str, *, timeout_s: float | None = TIMEOUT_S) -> Redis:
 
     `timeout_s` applies to each write and each reply; None: the caller uses `transfer_timeout` instead.
     """
-    return Redis.from_url(  # type: ignore[no-any-return, unused-ignore]
+    redis: Redis = Redis.from_url(
         url,
         socket_timeout=timeout_s,
         socket_connect_timeout=2.0 if timeout_s is None else min(timeout_s, 2.0),
@@ -80,6 +80,28 @@ def connect(url: str, *, timeout_s: float | None = TIMEOUT_S) -> Redis:
         health_check_interval=0,
         **_NO_QUESTIONS,
     )
+    pool = redis.connection_pool
+    pool.connection_class = type("NoticingConnection", (_NoticesResets, pool.connection_class), {})
+    return redis
+
+
+class _NoticesResets(AbstractConnection):
+    """A connection of any kind that is made anew if it has been reset while it was idle.
+
+    redis-py notices only an orderly end.  What it wrote to a transport that uvloop has closed was refused with a
+    RuntimeError, which nobody takes for an error of Redis.
+    """
+
+    async def connect(self) -> None:
+        if self._writer is not None and self._writer.transport.is_closing():
+            await self.disconnect(nowait=True)
+        await super().connect()  # type: ignore[no-untyped-call, unused-ignore]
+
+    async def send_packed_command(self, *args: Any, **kwargs: Any) -> None:
+        try:
+            await super().send_packed_command(*args, **kwargs)
+        except RuntimeError as e:  # reset only now
+            raise RedisConnectionError("the connection was reset") from e
 
 
 @asynccontextmanager
@@ -106,6 +128,9 @@ def trouble(error: BaseException) -> str:
 
     Which of the requests it was is left out: one trouble has one text, for all requests and from all nodes.
     """
+    # What it says of the second kind, to large requests, names no password.
+    if isinstance(error, AuthenticationError) or "unauthenticated" in str(error):
+        return "Redis refuses: it wants another password than its URL here has (--redis, PARAMSERVER_REDIS)"
     text = _REQUEST.sub("", str(error)).rstrip(".")
     return f"Redis {'does not answer' if isinstance(error, AWAY) else 'refuses'}: {text or type(error).__name__}"
 

@@ -267,7 +267,7 @@ class History:
                 self.add(now, "redis_back", "Redis accepts writes again", "good")
         degraded = {n.name for n in status.nodes if n.alive and n.metrics.get("degraded")}
         for name in sorted(degraded - self._degraded):
-            self.add(now, "shard_degraded", f"shard {name} cannot store its snapshots", "bad")
+            self.add(now, "shard_degraded", f"shard {name} cannot store its snapshots, or load a partition", "bad")
         for name in sorted(self._degraded - degraded):
             self.add(now, "shard_recovered", f"shard {name} stores its snapshots again", "good")
         self._degraded = degraded

@@ -78,7 +78,8 @@ class LeaderProxy:
         request = Request(scope, receive)
         leader = self._lease.leader
         if leader is None or leader.place == self._lease.place or FORWARDED_TO_LEADER in request.headers:
-            raise problem("no_leader", "there is no leader at the moment; a standby takes over within seconds")
+            why = f", and this scheduler cannot lead: {away}" if (away := self._lease.redis_away) else ""
+            raise problem("no_leader", f"there is no leader at the moment{why or '; one takes over within seconds'}")
         begun = False
 
         async def tracked_send(message: Message) -> None:

@@ -28,7 +28,7 @@ from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
 from paramserver import limits
-from paramserver.errors import problem
+from paramserver.errors import PsError, problem
 from paramserver_node.redis import AWAY, LEADER_KEY, TERM_KEY, leave_after, no_state, stop_if_cancelled, trouble
 
 SCHEDULERS_KEY: Final = "ps:schedulers"
@@ -183,6 +183,8 @@ class Lease:
         """Since when Redis has answered without a gap, and when it last did; by Redis' clock."""
         self._renewed_ms = 0
         """The last renewal of the lease when this scheduler last saw it; by Redis' clock."""
+        self.redis_away = ""
+        """Why the last request to Redis failed; empty if it did not."""
         self.schedulers: tuple[Scheduler, ...] = (Scheduler(name, url),)
         """All schedulers seen within the 10 s before the last answer from Redis, by name."""
         self._expect_state = expect_state
@@ -264,8 +266,14 @@ class Lease:
         return json.dumps({"id": self.id, "place": self.place, "url": self.url, "term": self.term})
 
     async def _run(self, script: Any, *args: str | int) -> Any:
-        async with answering(self._redis), asyncio.timeout(TIMEOUT_S):
-            return await script(keys=[LEADER_KEY, TERM_KEY, SCHEDULERS_KEY, WRITTEN_KEY], args=args)
+        try:
+            async with answering(self._redis), asyncio.timeout(TIMEOUT_S):
+                answer = await script(keys=[LEADER_KEY, TERM_KEY, SCHEDULERS_KEY, WRITTEN_KEY], args=args)
+        except PsError as e:
+            self.redis_away = e.detail
+            raise
+        self.redis_away = ""
+        return answer
 
     def _note(self, leader: bytes, others: Sequence[bytes]) -> None:
         if leader:

@@ -117,6 +117,7 @@ async def lead(
             group.create_task(runtime.run())
             group.create_task(watch(http.state.service))
             group.create_task(http.state.service.redis_memory.watch(redis))
+            group.create_task(http.state.service.redis_file.watch(redis))
             group.create_task(jobs.prune())
             await stop.wait()
             await runtime.finish(over)

@@ -249,8 +249,7 @@ def _problems(
     degraded: dict[str, list[str]] = {}
     if s.runtime.redis_away:
         out.append(f"{s.runtime.redis_away}: async training continues, but nothing new can be decided or stored")
-    if why := s.redis_memory.problem:
-        out.append(why)
+    out += [why for why in (s.redis_memory.problem, s.redis_file.problem) if why]
     alive = any(x["alive"] for x in shards)
     if not alive:
         out.append("No shard is alive: start one with paramserver-shard, or a whole cluster with psctl up")

@@ -10,6 +10,7 @@ from paramserver_scheduler.jobs import Jobs
 from paramserver_scheduler.large_bodies import LargeBodies
 from paramserver_scheduler.leadership import Leadership
 from paramserver_scheduler.lease import Lease
+from paramserver_scheduler.redis_file import RedisFile
 from paramserver_scheduler.redis_memory import RedisMemory
 from paramserver_scheduler.runtime import Runtime
 from paramserver_scheduler.status_broadcast import StatusBroadcast
@@ -31,6 +32,7 @@ class Service:
     """The source of the status streams."""
     large_bodies: LargeBodies = field(default_factory=LargeBodies)
     redis_memory: RedisMemory = field(default_factory=RedisMemory)
+    redis_file: RedisFile = field(default_factory=RedisFile)
 
     @property
     def url(self) -> str:

@@ -10,11 +10,13 @@ With a shared folder, buffers can be files that clients on this machine map; onc
 import mmap
 import weakref
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Final
 
 import numpy as np
 
+from paramserver.errors import problem
 from paramserver.limits import MIB, POOL_KEPT_BYTES_MAX
 from paramserver.types import F32, U8, AnyArray
 from paramserver_shard.shared_folder import SharedFolder
@@ -30,6 +32,16 @@ IDLE_TURNS: Final = 8
 
 IDLE_S: Final = 60.0
 """A pool that hands out nothing for so long keeps nothing; the next buffers cost the time to fault their pages in."""
+
+
+@contextmanager
+def unavailable_if_full(what: str) -> Iterator[None]:
+    """Turn a lack of memory for `what` into Unavailable (`unavailable`), in code that changes nothing before."""
+    try:
+        yield
+    except MemoryError as e:
+        hint = "give its machine more memory, or the cluster more shards"
+        raise problem("unavailable", f"the shard lacks memory for {what}", hint=hint) from e
 
 
 class _Memory:
@@ -79,7 +91,8 @@ class BufferPool:
     def take_bytes(self, size_bytes: int, *, shared: bool = False, after: AnyArray | None = None) -> U8:
         """Return an uninitialized uint8 array of `size_bytes`; `shared`: in a file of the folder, if there is room.
 
-        `after` is the array it will replace: memory that the same partition has used before is preferred.
+        `after` is the array it will replace: memory that the same partition has used before is preferred.  Raises
+        MemoryError.
         """
         if size_bytes < SMALL_BYTES:
             return np.empty(size_bytes, np.uint8)
@@ -264,7 +277,10 @@ class BufferPool:
 
 
 def _private(size: int) -> _Memory:
-    memory = mmap.mmap(-1, size)
+    try:
+        memory = mmap.mmap(-1, size)
+    except OSError as e:  # ENOMEM; as it is, it would be taken for Redis being away
+        raise MemoryError(f"there is no room for {size} bytes") from e
     if size >= 2 * MIB and hasattr(mmap, "MADV_HUGEPAGE"):
         memory.madvise(mmap.MADV_HUGEPAGE)
     return _Memory(_faulted_in(memory), None)

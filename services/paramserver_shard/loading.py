@@ -20,7 +20,7 @@ from paramserver.core.shard.replay import replay
 from paramserver.core.spec import ModelSpec
 from paramserver.errors import CorruptState, PsError, problem
 from paramserver.types import F32, PartitionKey, Token
-from paramserver_shard.buffers import BufferPool
+from paramserver_shard.buffers import BufferPool, unavailable_if_full
 from paramserver_shard.computing import compute
 from paramserver_shard.journal import Journal
 from paramserver_shard.snapshot_store import SnapshotStore
@@ -62,18 +62,13 @@ class Loader:
         (`storage_unavailable`, `unavailable`) while Redis lacks the owner token or the shard the memory, FencedError
         (`fenced`) if the ownership has ended.
         """
-        try:
+        # This says nothing about what is stored: as damage it would be deleted by the next save.
+        with unavailable_if_full(f"partition {effect.key}"):
             if effect.source == "init" and effect.spec.ack == "applied":
                 return await self._first(effect)
             async with self._loads:
                 self._check_owned(effect)
                 return await self._stored(effect)
-        except MemoryError as e:  # says nothing about what is stored; as damage it would be deleted by the next save
-            raise problem(
-                "unavailable",
-                f"the shard lacks memory for partition {effect.key}",
-                hint="it tries again by itself; give its machine more memory, or the cluster more shards",
-            ) from e
 
     def _check_owned(self, effect: LoadPartition) -> None:
         """Raise FencedError if the load is of an ownership that has ended while it waited, as after a rollback."""

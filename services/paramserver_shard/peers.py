@@ -15,7 +15,7 @@ from paramserver.types import U8, AnyArray
 from paramserver.wire.frame import MEDIA_TYPE, PullFrame, PullReply, PushFrame, PushReply, decode_header, encode_header
 from paramserver.wire.incoming_pull import IncomingPull
 from paramserver.wire.state import SetFrame
-from paramserver_shard.buffers import INLINE_BYTES_MAX, BufferPool
+from paramserver_shard.buffers import INLINE_BYTES_MAX, BufferPool, unavailable_if_full
 
 REQUEST_BASE_TIMEOUT_S: Final = LEASE_S + JOURNAL_WAIT_S + 5.0
 """Base timeout of a request: at its owner a push waits for its turn, then for the journal; the rest is network."""
@@ -84,18 +84,20 @@ class _Pulled(IncomingPull):
 
     def __init__(self, pool: BufferPool, size_bytes: int, make_room: Callable[[int], None]) -> None:
         self._pool, self._size_bytes, self._make_room = pool, size_bytes, make_room
+        self._what = f"{size_bytes} bytes of values of another shard"
         self.values: U8 = np.empty(0, np.uint8)
         self.refused: PsError | None = None
         """Why the values of the answer have no room."""
         super().__init__()
 
     async def allocate(self) -> None:
-        """Take the memory before the answer comes.  Raises what `make_room` does."""
+        """Take the memory before the answer comes.  Raises what `make_room` does, or Unavailable."""
         self._make_room(self._size_bytes)
-        if self._is_quick():
-            self.values = self._pool.take_bytes(self._size_bytes)
-        else:
-            self.values = await asyncio.to_thread(self._pool.take_bytes, self._size_bytes)
+        with unavailable_if_full(self._what):
+            if self._is_quick():
+                self.values = self._pool.take_bytes(self._size_bytes)
+            else:
+                self.values = await asyncio.to_thread(self._pool.take_bytes, self._size_bytes)
 
     def _is_quick(self) -> bool:
         """Whether the pool has the memory, or makes it in no time."""
@@ -105,14 +107,15 @@ class _Pulled(IncomingPull):
         if not self._size_bytes:
             return []
         if not self.values.size:  # else it has it, perhaps since an earlier attempt
+            # The event loop cannot wait for a thread here.  Memory that is not pooled is faulted in piece by piece.
+            quick, size = self._is_quick(), self._size_bytes
             try:
-                self._make_room(self._size_bytes)
+                self._make_room(size)
+                with unavailable_if_full(self._what):
+                    self.values = self._pool.take_bytes(size) if quick else np.empty(size, np.uint8)
             except PsError as error:
                 self.refused = error
                 raise
-            # The event loop cannot wait for a thread here.  Memory that is not pooled is faulted in piece by piece.
-            quick, size = self._is_quick(), self._size_bytes
-            self.values = self._pool.take_bytes(size) if quick else np.empty(size, np.uint8)
         return [self.values.data]
 
 

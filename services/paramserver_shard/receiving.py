@@ -16,7 +16,7 @@ from paramserver.types import AnyArray
 from paramserver.wire.frame import PREFIX_BYTES, Header, decode_header, header_end
 from paramserver.wire.sink import pour
 from paramserver_node.stream import BODY, BodyTransfer
-from paramserver_shard.buffers import INLINE_BYTES_MAX, SMALL_BYTES, BufferPool
+from paramserver_shard.buffers import INLINE_BYTES_MAX, SMALL_BYTES, BufferPool, unavailable_if_full
 from paramserver_shard.inflight import account
 
 Ready = Callable[[Sequence[tuple[int, AnyArray]]], None]
@@ -169,10 +169,11 @@ class FrameReader:
         header, offset = decode_header(data, of)
         request, body = await handle_header(header)
         account(scope).grow(body.memory_bytes)
-        if body.size <= INLINE_BYTES_MAX or body.has_memory(self._pool):
-            body.allocate(self._pool)
-        else:
-            await asyncio.to_thread(body.allocate, self._pool)
+        with unavailable_if_full(f"a body of {body.size} bytes"):
+            if body.size <= INLINE_BYTES_MAX or body.has_memory(self._pool):
+                body.allocate(self._pool)
+            else:
+                await asyncio.to_thread(body.allocate, self._pool)
         body.feed(memoryview(data)[offset:])
         return request, body
 

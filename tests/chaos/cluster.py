@@ -110,6 +110,11 @@ class ChaosCluster:
         self.recorder.fault(f"delay {link} {seconds}")
         self.order("delay", link=link, seconds=seconds)
 
+    def reset(self, link: str) -> None:
+        """Reset the connections of a link; new ones are carried."""
+        self.recorder.fault(f"reset {link}")
+        self.order("reset", link=link)
+
     def heal(self) -> None:
         """Let all links forward everything again."""
         self.recorder.fault("heal all")

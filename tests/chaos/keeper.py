@@ -150,6 +150,8 @@ class Keeper:
                 self.links[order["link"]].cut(order["way"])
             case "delay":
                 self.links[order["link"]].delay_s = float(order["seconds"])
+            case "reset":
+                self.links[order["link"]].reset()
             case "heal":
                 for link in self.links.values():
                     link.heal()

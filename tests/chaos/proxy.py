@@ -6,6 +6,8 @@ connections, as a network device does that has lost its connection state.
 """
 
 import asyncio
+import socket
+import struct
 from contextlib import suppress
 from typing import Literal
 
@@ -59,8 +61,10 @@ class Link:
             passes.set()
 
     def reset(self) -> None:
-        """Abort every connection."""
+        """Abort every connection, with a reset to both ends."""
         for writer in tuple(self._writers):
+            linger = struct.pack("ii", 1, 0)  # without it they would be told of an orderly end
+            writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
             writer.transport.abort()
 
     async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

@@ -46,6 +46,19 @@ def test_one_way_cuts(start: Start) -> None:
     run.assert_kept(shards_died=True, acknowledged=20)
 
 
+def test_connections_to_redis_that_are_reset(start: Start) -> None:
+    """A network that resets all connections to Redis, idle ones too, ends no process and costs no one an error."""
+    run = start(Plan(shards=2, schedulers=2, proxied=True), JOURNALED)
+    c = run.cluster
+    for _ in range(5):
+        for link in c.links("redis"):
+            c.reset(link)
+        c.until_healthy()
+    assert not any(c.process(name)["deaths"] for name in ("scheduler-0", "scheduler-1", "shard-0", "shard-1"))
+    run.finish()
+    run.assert_kept(shards_died=False, acknowledged=10)
+
+
 def test_a_leader_cut_off_from_redis(start: Start) -> None:
     """A leader that is cut off from Redis is succeeded by another, which still leads after the link has healed."""
     run = start(Plan(shards=2, schedulers=2, proxied=True), JOURNALED)

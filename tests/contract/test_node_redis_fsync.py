@@ -6,6 +6,7 @@ And what a full one says.
 from pathlib import Path
 
 import pytest
+from redis import Redis
 from redis.exceptions import RedisError
 from tests.refusals import refused_with
 from tests.servers import free_port, running_redis
@@ -92,3 +93,18 @@ async def test_a_full_redis_says_the_same_to_each_request(tmp_path: Path) -> Non
         finally:
             await redis.aclose()
     assert told == ["Redis refuses: command not allowed when used memory > 'maxmemory'"] * 3
+
+
+async def test_a_redis_with_another_password_says_so_to_each_request(tmp_path: Path) -> None:
+    """Requests of many words are refused for their length, others for want of a password: it is one trouble."""
+    with running_redis(tmp_path) as url:
+        with Redis.from_url(url) as plain:
+            plain.config_set("requirepass", "new")
+        told = set[str]()
+        for given, words in ((url, 1), (url, 20), (url.replace("//", "//:old@"), 1)):
+            redis = node_redis.connect(given)
+            with pytest.raises(RedisError) as caught:
+                await redis.mset({f"key-{i}": 1 for i in range(words)})
+            told.add(node_redis.trouble(caught.value))
+            await redis.aclose()
+    assert told == {"Redis refuses: it wants another password than its URL here has (--redis, PARAMSERVER_REDIS)"}

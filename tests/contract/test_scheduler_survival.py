@@ -1,22 +1,30 @@
 """What the scheduler keeps: across its own death, while Redis is away, and in checkpoints."""
 
 import os
+import resource
 import signal
+import sys
+from collections import deque
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 from redis import Redis
+from redis.exceptions import ResponseError
 from safetensors.numpy import load_file, save_file
+from tests.servers import running_redis
 from tests.waiting import eventually
 
 from paramserver import checkpoint
 from paramserver_node import redis_server
 
-from .processes import Nodes, unique
+from .processes import Nodes, nodes, unique
 
 pytestmark = pytest.mark.process
+
+NO_SHARD = "No shard is alive: start one with paramserver-shard, or a whole cluster with psctl up"
 
 
 def joined(cluster: Nodes, model: str) -> tuple[str, int]:
@@ -150,6 +158,35 @@ def redis_pid(cluster: Nodes) -> int:
     pid = redis_server.serving_pid(int(cluster.redis_url.rsplit(":", 1)[1].split("/")[0]))
     assert pid is not None
     return pid
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux sets limits of a process that runs")
+def test_a_redis_whose_disk_was_full_starts_again(tmp_path: Path) -> None:
+    """Once the disk has room again, the leader has Redis rewrite its file, in which a write may have left a hole."""
+    with nodes(tmp_path, shards=0) as cluster, Redis.from_url(cluster.redis_url) as plain:
+        pid = redis_pid(cluster)
+        began = int(plain.info("persistence")["aof_rewrites"])
+
+        def rewrites() -> int:
+            found = plain.info("persistence")
+            return 0 if found["aof_rewrite_in_progress"] else int(found["aof_rewrites"]) - began
+
+        plain.bgrewriteaof()  # a file that Redis has appended to since its start has no holes
+        eventually(rewrites, what="a rewrite")
+        resource.prlimit(pid, resource.RLIMIT_FSIZE, (100_000, resource.RLIM_INFINITY))
+        values = {f"key-{i}": b"x" * 30_000 for i in range(100)}
+        with pytest.raises(ResponseError, match="MISCONF"):
+            deque(plain.set(*item) for item in values.items())
+        eventually(lambda: "File too large" in str(cluster.get("/status")["cluster"]["problems"]), what="a problem")
+        resource.prlimit(pid, resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY,) * 2)
+        eventually(lambda: rewrites() == 2, what="another rewrite")
+        eventually(lambda: cluster.get("/status")["cluster"]["problems"] == [NO_SHARD], what="the end of the problem")
+        plain.set("after", 1)
+        os.kill(pid, signal.SIGKILL)
+        eventually(lambda: not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE)
+        with running_redis(tmp_path / "redis", int(cluster.redis_url.rsplit(":", 1)[1].split("/")[0])):
+            assert plain.dbsize() > 2
+            eventually(lambda: cluster.get("/status")["cluster"]["redis"] == "ok")
 
 
 @pytest.mark.parametrize("partitions", [1, 4])

@@ -1,14 +1,19 @@
 """What `psctl doctor` finds at a shard and at Redis."""
 
+import shutil
 import socket
+import sys
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 import paramserver as ps
 from paramserver.errors import problem
+from paramserver.limits import MIB
 from paramserver.net.calls import json_bytes
 from paramserver.wire import http2 as wire
-from paramserver_cli.doctor import _measure, machine
+from paramserver_cli.doctor import _measure, _shared_memory_of, machine
 
 from .scripted_server import Peer, serving
 
@@ -65,3 +70,24 @@ def test_a_redis_that_refuses_writes_is_not_in_order(told: str, detail: str, rem
     assert found.result == ("failed" if remedy else "ok"), found
     assert detail in found.detail
     assert remedy in found.remedy
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux has memory that clients map")
+def test_the_folder_of_shared_memory_is_the_one_that_shards_use(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is the one that is set, and of a cluster on this machine the one that its shards have told."""
+    full = SimpleNamespace(free=MIB)
+    monkeypatch.setenv("PARAMSERVER_SHARED_MEMORY", str(tmp_path))
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: {str(tmp_path): full}[folder])
+    (found,) = [f for f in machine(None) if f.check == str(tmp_path)]
+    assert (found.result, found.detail) == ("warning", "1 MiB free")
+
+    monkeypatch.setenv("PARAMSERVER_SHARED_MEMORY", "")
+    assert "turned off" in [f.detail for f in machine(None)]
+
+    here = tmp_path / "paramserver-0" / "shard-0-1f" / "requests"
+    here.parent.mkdir(parents=True)
+    here.touch()
+    shards = [{"addresses": ["http://a:1", f"unix://{path}"]} for path in (here, here, "/elsewhere/p/s/requests")]
+    assert _shared_memory_of(shards) == [str(tmp_path)]

@@ -19,6 +19,7 @@ from paramserver.core.scheduler.owner import Owner
 from paramserver.core.spec import ModelSpec
 from paramserver_scheduler import overview, pause
 from paramserver_scheduler.history import History
+from paramserver_scheduler.redis_file import RedisFile
 from paramserver_scheduler.redis_memory import RedisMemory
 from paramserver_scheduler.routes import status
 from paramserver_scheduler.service import Service
@@ -106,7 +107,7 @@ def of_models(count: int) -> tuple[Driver, Service]:
     d.beats()
     lease, runtime = SimpleNamespace(schedulers=[]), SimpleNamespace(redis_away="")
     used = {"read": d.core.read, "history": History(0.0), "lease": lease, "runtime": runtime}
-    used["redis_memory"] = RedisMemory()
+    used["redis_memory"], used["redis_file"] = RedisMemory(), RedisFile()
     return d, cast(Service, SimpleNamespace(now=d.now, url="", started_s=0.0, **used))
 
 

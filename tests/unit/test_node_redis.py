@@ -2,17 +2,21 @@
 
 import asyncio
 import socket
+import struct
 import sys
 from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine
+from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
 
 import pytest
+import uvloop
 from redis.asyncio import Redis
 from redis.exceptions import BusyLoadingError, OutOfMemoryError, ReadOnlyError, RedisError
+from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 from tests import servers
 
@@ -153,6 +157,76 @@ class LossyServer:
             if new == self.lost:
                 writer.write(b":1\r\n")
         writer.close()
+
+
+class ResettingServer:
+    """A Redis that answers 1, and can reset its connections, as a network device does that has lost their state."""
+
+    def __init__(self) -> None:
+        self.taken = 0
+        self._writers: list[asyncio.StreamWriter] = []
+
+    async def take(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Serve one connection."""
+        self.taken += 1
+        self._writers.append(writer)
+        with suppress(ConnectionError):
+            while await reader.read(1 << 16):
+                await asyncio.sleep(0.01)  # so that others connect, too
+                writer.write(b":1\r\n")
+        writer.close()
+
+    async def reset(self, client: Redis) -> None:
+        """Reset all connections, and wait until the event loop has noticed it of those that the client has."""
+        for writer in self._writers:
+            linger = struct.pack("ii", 1, 0)
+            writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
+            writer.transport.abort()
+        self._writers.clear()
+        pool: Any = client.connection_pool
+        connections = [*pool._available_connections, *pool._in_use_connections]
+        async with asyncio.timeout(10.0):
+            while not all(c._writer.transport.is_closing() for c in connections):
+                await asyncio.sleep(0.01)
+
+
+@pytest.mark.parametrize("run", [uvloop.run, asyncio.run])
+@pytest.mark.parametrize("write", [increment, increment_in_pipeline, increment_in_script])
+def test_idle_connections_that_are_reset_are_made_anew(
+    run: Callable[[Coroutine[Any, Any, None]], None], write: Callable[[Redis], Awaitable[None]]
+) -> None:
+    """A reset connection refuses the next command: with that error, no service's own, whole nodes ended."""
+
+    async def main() -> None:
+        redis = ResettingServer()
+        async with await asyncio.start_server(redis.take, "127.0.0.1", 0) as server:
+            client = node_redis.connect(f"redis://127.0.0.1:{server.sockets[0].getsockname()[1]}/0")
+            for taken in (3, 6):
+                await asyncio.gather(*(write(client) for _ in range(3)))
+                assert redis.taken == taken
+                await redis.reset(client)
+            await client.aclose()
+
+    run(main())
+
+
+def test_a_connection_that_is_reset_as_a_command_comes_is_an_error_of_redis() -> None:
+    """What the transport of a connection raises that has been reset since it was taken is no error of another kind."""
+
+    async def main() -> None:
+        redis = ResettingServer()
+        async with await asyncio.start_server(redis.take, "127.0.0.1", 0) as server:
+            client = node_redis.connect(f"redis://127.0.0.1:{server.sockets[0].getsockname()[1]}/0")
+            pool: Any = client.connection_pool
+            connection = await pool.get_connection()
+            await redis.reset(client)
+            with pytest.raises(RedisConnectionError, match="reset"):
+                await connection.send_command("INCR", "key")
+            await pool.release(connection)
+            await increment(client)
+            await client.aclose()
+
+    uvloop.run(main())
 
 
 async def test_a_scheduler_that_a_redis_was_silent_to_once_leaves_all_idle_connections() -> None:

@@ -5,12 +5,15 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import httpx
 import pytest
 
 from paramserver.errors import problem
+from paramserver.net.credentials import Credentials
+from paramserver_node.forward import Forwarder
 from paramserver_node.redis import connect
 from paramserver_node.settings import SchedulerSettings
-from paramserver_scheduler.app import make_app
+from paramserver_scheduler.app import make_app, served
 from paramserver_scheduler.checkpoints import CheckpointStore
 from paramserver_scheduler.leadership import Leadership
 from paramserver_scheduler.lease import Deposed, Lease, RedisDataLost
@@ -202,6 +205,25 @@ async def test_a_pause_while_redis_is_asked_makes_the_answer_too_old(monkeypatch
         (await s.asked.get()).set_exception(Deposed("a newer scheduler leads"))
 
     assert await leads is False
+
+
+async def test_a_scheduler_that_cannot_lead_says_why() -> None:
+    """Without its Redis a scheduler does not lead, and the answers to requests name that, not a standby to wait for."""
+    redis, stop = connect("redis://127.0.0.1:1/0"), asyncio.Event()
+    lease, forwarder = Lease(redis, name="s1", place="here", url="http://127.0.0.1:1"), Forwarder(Credentials(), stop)
+    waiting = asyncio.ensure_future(wait_for_lease(lease, stop))
+    transport = httpx.ASGITransport(served(make_app(), lease, forwarder))
+    try:
+        async with httpx.AsyncClient(transport=transport, base_url="http://s1") as client, asyncio.timeout(20):
+            while "Redis does not answer" not in (answer := await client.get("/status")).json()["detail"]:
+                await asyncio.sleep(0.01)
+    finally:
+        stop.set()
+        await waiting
+        await forwarder.aclose()
+        await redis.aclose()
+    assert answer.json()["code"] == "no_leader"
+    assert "within seconds" not in answer.json()["detail"]
 
 
 async def test_a_scheduler_that_reads_its_state_from_a_redis_that_hangs_can_be_stopped(tmp_path: Path) -> None:

@@ -157,7 +157,7 @@ def test_values_set_beside_lost_ones_are_of_a_new_version_if_others_were_trained
 
 
 def test_a_failed_load_is_told_and_tried_again() -> None:
-    """When a load fails, waiting requests get its error, and the load is retried after a second."""
+    """When a load fails, waiting requests and heartbeats get its error, and the load is retried after a second."""
     driver = ShardDriver(eager=False)
     driver.serve(spec())
     (load,) = driver.pending
@@ -168,8 +168,11 @@ def test_a_failed_load_is_told_and_tried_again() -> None:
     driver.send(LoadFailed(load.key, load.token, problem("storage_unavailable", "no Redis")))
 
     assert refused(driver, push).code == refused(driver, pull).code == "storage_unavailable"
+    assert "no Redis" in driver.core.load_trouble()
     driver.advance(1.0)
     assert [type(e) for e in driver.pending] == [LoadPartition]
+    driver.settle()
+    assert driver.core.load_trouble() == ""
 
 
 def test_stored_state_that_stays_corrupt_is_read_ever_less_often() -> None:

@@ -19,6 +19,8 @@ FIRST_S: Final = 0.05
 LONGEST_S: Final = 2.0
 UNREACHABLE_S: Final = 0.5
 """Longest pause after a failure to connect: a restarted node is back after a second or two."""
+_ABOUT_S: Final = 0.01
+"""A timer may end an attempt that much before the deadline."""
 REASONS_MAX: Final = 4
 """Of the shards' different reasons, how many an error tells."""
 LOOK_FIRST: Final = "an earlier attempt may have been done: look before you repeat it"
@@ -37,7 +39,7 @@ class Backoff:
         """Whether the call changes nothing, so that it cannot end in doubt."""
         self.in_doubt = False
         """Whether an attempt may have taken effect, in whole or in part."""
-        self._began_at = deadline.clock()
+        self._began_at = self._attempt_at = deadline.clock()
         self._tries = 0
         """Failed attempts that were followed by a pause."""
         self._unreachable = 0
@@ -70,6 +72,7 @@ class Backoff:
             raise self.final(error)
         self._tries += 1
         self._unreachable += unreachable
+        self._attempt_at = self.deadline.clock() + wait_s
         return Pause(wait_s)
 
     def final(self, error: PsError) -> PsError:
@@ -102,8 +105,16 @@ class Backoff:
     def _with_reason(self, error: PsError) -> PsError:
         if not self._tries or not _is_silence(error) or not (self._answer or isinstance(error, InDoubt)):
             return error
-        said, tried = self._answer, f"tried for {self.deadline.clock() - self._began_at:.3g} s"
-        detail = f"{said.detail}; {tried}, at last {error.detail}" if said else f"{error.detail}; {tried}"
+        now = self.deadline.clock()
+        said, tried_s, last_s = self._answer, now - self._began_at, now - self._attempt_at
+        tried = f"tried for {tried_s:.3g} s"
+        if said is None:
+            detail = f"{error.detail}; {tried}"
+        elif isinstance(error, InDoubt) and self.deadline.left_s() < _ABOUT_S and last_s < tried_s / 2:
+            # The deadline has cut off the last attempt: its silence says nothing about the node.
+            detail = f"{said.detail}; {tried}, the last time for only {last_s:.3g} s"
+        else:
+            detail = f"{said.detail}; {tried}, at last {error.detail}"
         doubtful = not self.reads and (self.in_doubt or isinstance(error, InDoubt))
         hint = error.hint
         if said and not doubtful and (isinstance(error, Unreachable) or not hint):

@@ -147,6 +147,10 @@ class ShardCore:
             if p.released:
                 yield ReleasedRow(key.name, key.generation, p.index, p.token, p.version, p.release_number)
 
+    def load_trouble(self) -> str:
+        """Return why a partition could not be loaded when that was last tried; "" if none waits for another try."""
+        return next((str(p.load_error) for _, p in self._partitions() if p.state is None and p.load_error), "")
+
     def unsaved(self) -> Iterator[Partition]:
         """Yield each partition of which a snapshot, or a cut that has begun, would keep more than Redis holds."""
         return (p for _, p in self._partitions() if p.unsaved or self.plan.cut_waits(p))
