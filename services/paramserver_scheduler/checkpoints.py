@@ -266,13 +266,13 @@ def partition(held: checkpoint.Checkpoint, spec: ModelSpec) -> list[tuple[Partit
 def assignments(
     layout: Layout, generation: int, values: Mapping[str, F32]
 ) -> dict[int, tuple[SetFrame, Sequence[AnyArray]]]:
-    """Return, for each partition touched, the frame that sets these flat parameters, and its body."""
+    """Return, for each partition touched, the frame that sets these flat first values, and its body."""
     frames: dict[int, tuple[SetFrame, Sequence[AnyArray]]] = {}
     chosen = select(layout, values)
     for p in chosen.parts:
         pieces = [values[chosen.params[i.param].name][i.source : i.source + i.length] for i in p.pieces]
         part = SetPart(p.partition, p.stop - p.start, p.ranges, "float32")
-        frames[p.partition] = (SetFrame(layout.spec.name, generation, (part,)), pieces)
+        frames[p.partition] = (SetFrame(layout.spec.name, generation, (part,), first=True), pieces)
     return frames
 
 
