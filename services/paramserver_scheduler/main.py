@@ -104,7 +104,7 @@ async def lead(
     others = OtherSchedulers(lease, checkpoints, credentials(settings))
     leadership = Leadership(lease, runtime.note_redis, runtime.redis_data_lost, others.newer_leader_exists)
     runtime.confirm = leadership.confirm
-    shards, forwarder = ShardClient(credentials(settings)), http.state.forwarder
+    shards, forwarder = ShardClient(credentials(settings), lambda: core.read.term), http.state.forwarder
     over = problem("no_leader", "this scheduler is no longer the leader")
     try:
         async with asyncio.TaskGroup() as group:

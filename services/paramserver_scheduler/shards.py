@@ -6,6 +6,7 @@ from time import monotonic
 from typing import Final, TypeVar
 
 import httpx
+from msgspec.structs import replace
 
 from paramserver.core.partition_state import PartitionState
 from paramserver.errors import ConflictError, PsError, StaleMapError, Unavailable, first_cause, problem
@@ -32,8 +33,10 @@ Place = Callable[[int], tuple[int, int]]
 class ShardClient:
     """Transfers whole partitions from and to their current owners."""
 
-    def __init__(self, credentials: Credentials) -> None:
+    def __init__(self, credentials: Credentials, term: Callable[[], int]) -> None:
+        """`term` returns the leader term, without which nothing is set: shards refuse what a deposed leader sends."""
         self._http = http_client(credentials)
+        self._term = term
 
     async def aclose(self) -> None:
         """Close the connections."""
@@ -71,8 +74,8 @@ class ShardClient:
 
         `names`: of the optimizer's arrays in the states.
 
-        A shard refuses the state if a newer leader has begun another timeline.  What a death undoes meanwhile is set
-        again: in sync it sets all partitions back.  Raises like `states`; some partitions may then have been set.
+        A shard refuses the state if it knows of a newer leader or another timeline.  What a death undoes meanwhile is
+        set again: in sync it sets all partitions back.  Raises like `states`; some partitions may then have been set.
         """
         sent: dict[int, tuple[int, int]] = {}
 
@@ -99,7 +102,7 @@ class ShardClient:
         await _each(frames, send)
 
     async def _set(self, url: str, frame: SetFrame, arrays: Sequence[AnyArray]) -> None:
-        prefix = encode_header(frame)
+        prefix = encode_header(replace(frame, term=self._term()))
         size = len(prefix) + sum(a.nbytes for a in arrays)
         headers = {"content-type": MEDIA_TYPE, "content-length": str(size)}
         response = await self._http.post(

@@ -78,7 +78,7 @@ def make_app(services: Services) -> FastAPI:
         short["POST", path] = NodeMiddleware(InFlightMiddleware(_routed(route), in_flight), guarded)
     app.include_router(docs_page.router)
     app.include_router(health.router("shard", s.membership.unready, lambda: s.membership.cluster))
-    app.include_router(internal_router(serving, s.models, s.runtime, s.reader))
+    app.include_router(internal_router(serving, s.models, s.runtime, s.reader, s.membership.obey))
     app.include_router(slots.router(serving, s.lending), dependencies=[Depends(query_checked)])
     _add_arrays(app, s)
     _add_forwarding(app, s)

@@ -1,5 +1,6 @@
 """Routes between nodes: read a partition's whole state for a checkpoint, assign values (also restores and uploads)."""
 
+from collections.abc import Callable
 from functools import partial
 
 import numpy as np
@@ -22,8 +23,10 @@ from paramserver_shard.runtime import Runtime
 from paramserver_shard.serving import Serving
 
 
-def router(serving: Serving, models: Models, runtime: Runtime, reader: FrameReader) -> APIRouter:
-    """Build the internal routes of a shard."""
+def router(
+    serving: Serving, models: Models, runtime: Runtime, reader: FrameReader, obey: Callable[[int], None]
+) -> APIRouter:
+    """Build the internal routes of a shard; `obey` is given the term of each leader's request (`Membership.obey`)."""
     routes = APIRouter(prefix="/internal", tags=["internal"])
 
     @routes.get("/state/{model}/{index}", summary="One partition's values, optimizer state and step counts")
@@ -71,6 +74,10 @@ def router(serving: Serving, models: Models, runtime: Runtime, reader: FrameRead
             slot_names=frame.slot_names,
             first=frame.first,
         )
+        if frame.term is not None:
+            # Not before: its leader may have been replaced while the body came.  From here on the order of arrival
+            # counts, so what the successor has had set comes after this.
+            obey(frame.term)
         done = await runtime.push(command)
         serving.check()
         return Response(encode_header(push_reply(done)), media_type=MEDIA_TYPE)

@@ -1,6 +1,7 @@
-"""Which scheduler's documents a shard obeys: those of the newest leader term that it has seen (semantics 6).
+"""Whose documents and requests a shard obeys: those of the newest leader term that it has seen (semantics 6).
 
-A deposed leader that has not noticed may name other owners; obeying it would discard partitions in memory.
+A deposed leader that has not noticed may name other owners, or set old values; obeying it would discard partitions in
+memory, or what was trained since.
 """
 
 import logging
@@ -18,7 +19,7 @@ log = logging.getLogger("paramserver.shard")
 
 
 class LeaderTerms:
-    """Checks the term of every document, and leaves a scheduler whose term is over."""
+    """Checks the term of every document and request, and leaves a scheduler whose term is over."""
 
     def __init__(self, link: SchedulerLink, redis: Redis) -> None:
         self._link = link
@@ -33,9 +34,18 @@ class LeaderTerms:
         url, term = str(document[SOURCE_URL]), int(document.get("term", self._newest))
         if term < self._newest:
             self._link.switch_from(url)
-            raise problem("no_leader", f"{url} is at leader term {term}; the current term is {self._newest}")
+        self._refuse_older(term, url)
         self._newest = term
         self._last_url = url
+
+    def check_request(self, term: int) -> bool:
+        """Adopt the term of a leader's request and return what `adopt` does; raise Unavailable if it is stale."""
+        self._refuse_older(term, "the sender")
+        return self.adopt(term)
+
+    def _refuse_older(self, term: int, sender: str) -> None:
+        if term < self._newest:
+            raise problem("no_leader", f"{sender} is at leader term {term}; the current term is {self._newest}")
 
     async def accept(self, document: Mapping[str, Any]) -> None:
         """Like `check`, but accept a lower term if Redis has no higher one: the whole cluster started anew."""
@@ -59,7 +69,7 @@ class LeaderTerms:
             return False
         return True
 
-    def found_in_redis(self, term: int) -> bool:
+    def adopt(self, term: int) -> bool:
         """Adopt a newer term; return whether that made this shard leave the scheduler in use, which leads no more."""
         if term <= self._newest:
             return False

@@ -272,9 +272,8 @@ class Membership:
                     raise problem("fenced", f"epoch {self.epoch} of shard '{self.name}' is fenced in Redis")
                 if term is not None:  # an emptied Redis has lost its fences too, so it confirms nothing
                     self.serving.confirm(redis_at=asked_at)
-                    if self._terms.found_in_redis(int(term)):
-                        self.resync()
-                        self.report()
+                    if self._terms.adopt(int(term)):
+                        self._turn_to_successor()
             await asyncio.sleep(HEARTBEAT_S)
 
     async def _follow(self) -> None:
@@ -334,6 +333,15 @@ class Membership:
             self._views.pop(name, None)
             self._telemetry.forget(name)
             feed(ModelGone(ModelKey(name, int(document["generation"]))))
+
+    def obey(self, term: int) -> None:
+        """Adopt the term of a leader's request; raises Unavailable (`no_leader`) if a newer leader is known."""
+        if self._terms.check_request(term):
+            self._turn_to_successor()
+
+    def _turn_to_successor(self) -> None:
+        self.resync()
+        self.report()
 
     # -- used by `Stopping`
 

@@ -5,19 +5,21 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import httpx
 import numpy as np
 import pytest
 from redis import Redis
+from safetensors.numpy import save_file
+from tests.refusals import refused_with
 from tests.waiting import eventually
 
 import paramserver as ps
 from paramserver_node import redis_server
 
-from .processes import Nodes, Patient, leader, nodes, process_name, signal_to, summing_model
+from .processes import Nodes, Patient, leader, nodes, process_name, signal_to, summing_model, unique
 
 pytestmark = pytest.mark.process
 
@@ -183,6 +185,45 @@ def test_a_paused_leader_says_nothing_before_it_asked(cluster: Nodes) -> None:
         training.goes_on()
     assert process.poll() is None
     assert leader(cluster) == 1 - old
+
+
+@pytest.mark.parametrize("work", ["restore", "files"])
+def test_a_paused_leader_sets_nothing_once_its_successor_leads(cluster: Nodes, work: str) -> None:
+    """A leader that is paused amid setting partitions does not go on with it over what the next one acknowledged.
+
+    It restores a model, or sets the first values from a file, and the next one has done so, too.
+    """
+    name, size, old = unique("m"), 1 << 16, leader(cluster)
+    (cluster.folder / "state").mkdir(exist_ok=True)
+    save_file({"w": np.zeros(size, np.float32)}, cluster.folder / "state" / "first")
+    params = {"w": {"shape": [size], "init": {"kind": "file", "path": "first"}}}
+    path, body = "/models", {"name": name, "params": params, "optimizer": {"name": "sum"}, "partitions": 64}
+    if work == "restore":
+        cluster.post(path, body, status=201)
+        cluster.post(f"/models/{name}/checkpoints", {"name": "c"}, status=201)
+        path, body = f"/models/{name}/restore", {"checkpoint": "c"}
+    term, shards = term_of(cluster, old), [cluster.processes[s] for s in cluster.shard_ports]
+    for shard in shards:
+        shard.send_signal(signal.SIGSTOP)
+    with suppress(httpx.ReadTimeout):  # the first few partitions are sent
+        cluster.http.post(cluster.urls[old] + path, json=body, timeout=1.5)
+    signal_to(cluster, old, signal.SIGSTOP)
+    try:
+        for shard in shards:
+            shard.send_signal(signal.SIGCONT)
+        later = eventually(lambda: max(0, term_of(cluster, 1 - old) - term), what="the next leader") + term
+        eventually(lambda: cluster.http.post(cluster.urls[1 - old] + path, json=body).is_success, what=work)
+        with ps.connect(cluster.urls[1 - old]) as client:
+            version = client.model(name).push({"w": np.ones(size, np.float32)}).version
+    finally:
+        signal_to(cluster, old, signal.SIGCONT)
+    eventually(lambda: term_of(cluster, old) == later, what="the old one's end")
+
+    with ps.connect(cluster.url) as client:
+        with refused_with("version_not_reached"):  # for so long something may still change
+            client.model(name).pull(min_version=version + 1, wait_s=1.0)
+        assert set(client.model(name).pull()["w"]) == {1.0}
+    cluster.call("DELETE", f"/models/{name}")
 
 
 def test_redis_away_keeps_the_leader(cluster: Nodes) -> None:

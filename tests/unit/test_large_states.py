@@ -4,6 +4,7 @@ import asyncio
 import threading
 from types import SimpleNamespace
 from typing import Any, cast
+from unittest.mock import Mock
 
 import httpx
 import numpy as np
@@ -47,7 +48,9 @@ async def test_a_state_that_is_assigned_keeps_nobody_waiting(monkeypatch: pytest
     runtime = SimpleNamespace(push=push, submit=lambda work: loop.run_in_executor(None, work))
     serving, reader = SimpleNamespace(check=lambda: None), SimpleNamespace(read=read)
     app = FastAPI()
-    app.include_router(internal.router(cast(Any, serving), cast(Any, None), cast(Any, runtime), cast(Any, reader)))
+    app.include_router(
+        internal.router(cast(Any, serving), cast(Any, None), cast(Any, runtime), cast(Any, reader), Mock())
+    )
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://shard") as client:
         asked = asyncio.ensure_future(client.post("/internal/set/m"))
         while not checking.is_set():

@@ -316,7 +316,7 @@ async def test_a_shard_whose_connections_to_redis_are_lost_asks_again_on_another
         client = node_redis.connect(f"redis://127.0.0.1:{server.sockets[0].getsockname()[1]}/0")
         others: list[Any] = [Mock() for _ in range(3)]
         membership = Membership("s", [], Mock(), client, Mock(), Mock(storage=storage), *others)
-        membership._terms.found_in_redis(1)
+        membership._terms.adopt(1)
         watching = asyncio.ensure_future(membership._watch_fence())
         await answers.get()
         lost = True

@@ -204,7 +204,7 @@ async def test_an_address_that_is_none_is_a_shard_that_does_not_answer(
     (tmp_path / "first.safetensors").write_bytes(tensor_file("F32", 4))
     layout = Layout(ModelSpec.parse(SPEC | {"params": FROM_FILE}))
     values = CheckpointStore(tmp_path).read_parameters(layout, {"w": "first.safetensors"})
-    shards = ShardClient(Credentials())
+    shards = ShardClient(Credentials(), lambda: 1)
 
     with refused_with("unavailable"):
         await shards.states(ModelKey("m", 1), 2, lambda index: "http://shard:port", None)
@@ -225,7 +225,7 @@ async def test_what_a_restore_has_set_is_set_again_if_a_death_undoes_it(
     A request that is refused because of the new timeline names the present one then.
     """
     monkeypatch.setattr("paramserver_scheduler.shards.RETRY_S", 0.0)
-    shards, places = ShardClient(Credentials()), [(1, 5), (1, 7)]
+    shards, places = ShardClient(Credentials(), lambda: 1), [(1, 5), (1, 7)]
     named: list[tuple[int, int]] = []
 
     async def receive(url: str, frame: SetFrame, arrays: Sequence[AnyArray]) -> None:

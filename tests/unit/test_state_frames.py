@@ -65,7 +65,7 @@ def test_a_restored_state_is_written_as_it_is_read() -> None:
     assert msgpack.unpackb(data[8 : 8 + int.from_bytes(data[4:8], "little")]) == {
         "kind": "set", "model": "m", "generation": 4, "restore": True, "timeline": 3,
         "slot_names": ["exp_avg", "exp_avg_sq"],
-        "first": False,
+        "first": False, "term": None,
         "parts": [{
             "partition": 2, "count": 3, "ranges": None, "dtype": "float32", "size": 3, "slots": 2, "steps": [6, 1],
             "expected": None, "version": 7,

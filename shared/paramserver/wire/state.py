@@ -110,6 +110,8 @@ class SetFrame(Header, frozen=True, tag_field="kind", tag="set", omit_defaults=F
     far as the shard knows it, has others; None, from an earlier version: only their number must be right."""
     first: bool = False
     """Whether these are first values, which change nothing once the model is complete."""
+    term: Count | None = None
+    """The sender's leader term: the assignment is refused if a newer leader is known; None: not from a leader."""
 
     def body_bytes(self) -> int:
         """Length of the body."""
