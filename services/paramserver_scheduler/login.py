@@ -22,6 +22,8 @@ LINK_S: Final = 600.0
 """How long the logged link is valid."""
 LINK_HOLDER: Final = Holder("reader", "page", 0)
 """Holder in whose name the link's cookie is issued."""
+USED_MAX: Final = 1024
+"""With so many used codes, those that have expired are forgotten."""
 COOKIE_S: Final = 7 * 24 * 3600
 FORM_BYTES_MAX: Final = 4096
 
@@ -62,7 +64,7 @@ class Login:
     def __init__(self, access: Access) -> None:
         self._access = access
         self._used: dict[str, int] = {}
-        """Codes redeemed since this process started, with their expiry (Unix time); those expired are forgotten."""
+        """Codes redeemed since this process started, with their expiry (Unix time)."""
 
     def link(self) -> str:
         """Return path and query of a new link that admits one browser at each scheduler within `LINK_S`."""
@@ -74,7 +76,9 @@ class Login:
         expires_at_s = tokens.code_expires_at_s(code, self._access.keys)
         if expires_at_s is None or expires_at_s <= now_s or code in self._used:
             return None
-        self._used = {c: at_s for c, at_s in self._used.items() if at_s > now_s} | {code: expires_at_s}
+        if len(self._used) >= USED_MAX:  # not before: if the clock is set back, those that have expired are valid again
+            self._used = {c: at_s for c, at_s in self._used.items() if at_s > now_s}
+        self._used[code] = expires_at_s
         return self._access.cookie(LINK_HOLDER, COOKIE_S)
 
     def enter(self, token: str) -> str | None:

@@ -243,7 +243,20 @@ def test_a_link_admits_once_at_each_scheduler(monkeypatch: pytest.MonkeyPatch) -
     now_s += LINK_S
     assert Login(Access([KEY])).redeem(code) is None
     assert mine.redeem(mine.link().partition("=")[2]) is not None
-    assert len(mine._used) == 1
+    now_s -= LINK_S
+    assert mine.redeem(code) is None, "a clock that was set back has made a used link valid again"
+
+
+def test_used_links_that_have_expired_are_forgotten_once_there_are_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A scheduler remembers the links that were used, within a bound."""
+    now_s = 1_000_000.5
+    monkeypatch.setattr(time, "time", lambda: now_s)
+    monkeypatch.setattr("paramserver_scheduler.login.USED_MAX", 2)
+    login = Login(Access([KEY]))
+    for kept in (1, 2, 1):
+        assert login.redeem(login.link().partition("=")[2]) is not None
+        assert len(login._used) == kept
+        now_s += LINK_S
 
 
 @pytest.mark.parametrize("by", ["authorization", "cookie"])
