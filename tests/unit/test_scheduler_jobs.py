@@ -268,6 +268,18 @@ async def test_of_a_file_that_is_read_again_only_what_was_lost_is_set(tmp_path: 
     assert d.core.read.model("m")["state"] == "ready"
 
 
+async def test_the_latest_of_a_deleted_model_is_the_last_whatever_the_clock_says(tmp_path: Path) -> None:
+    """A checkpoint is later than those before it even if the clock was set back by an hour meanwhile."""
+    d, store = Driver.with_model(partitions=1), CheckpointStore(tmp_path)
+    for version, offset_s in enumerate((0.0, -3600.0, -7200.0)):
+        d.do(io.ClockStepped(offset_s))
+        d.send(lambda n: io.RequestCheckpoint(n, "m"))
+        await performed(d, tmp_path, Mock(states=AsyncMock(return_value=held(version))))
+        assert store.read("m", "latest").versions == [version]
+    times = [c["created_s"] for c in d.core.read.checkpoints("m")]
+    assert sorted(set(times)) == times
+
+
 @pytest.mark.parametrize("holder", ["s", "another"])
 async def test_a_checkpoint_of_another_creation_is_not_restored_for_this_ones(tmp_path: Path, holder: str) -> None:
     """A folder here that an earlier model of that name left is not restored, whichever scheduler has the checkpoint."""

@@ -124,7 +124,7 @@ class CheckpointDesk:
             "clock": clock,
             "spec": model.spec.document(),
             "metric": {"name": pending.metric[0], "value": pending.metric[1]} if pending.metric else None,
-            "created_s": now + self.c.wall_offset_s,
+            "created_s": points.created_s(now + self.c.wall_offset_s),
             "workers": {
                 w.name: {"rank": w.rank, "clock": w.done, "state": w.state}
                 for w in model.roster
@@ -154,7 +154,7 @@ class CheckpointDesk:
             e.name,
             model.checkpoints.number,
             pending.clock,
-            now + self.c.wall_offset_s,
+            model.checkpoints.created_s(now + self.c.wall_offset_s),
             e.bytes,
             tuple(e.versions),
             pending.metric,

@@ -140,6 +140,13 @@ class Checkpoints:
         if self.reading_current:
             self.pending[0].void, self.reading_current = True, False
 
+    def created_s(self, unix_s: float) -> float:
+        """Creation time of one at `unix_s`: later than all others, though the clock was set back meanwhile.
+
+        Of a deleted model only these times tell which one is the newest.
+        """
+        return max([unix_s, *(r.created_s + 0.001 for r in self.records.values())])
+
     def due(self, spec: CheckpointSpec, every_clocks: int, clock: int, version: Callable[[], int], now: float) -> bool:
         """Whether the rule requires a checkpoint at this clock; never if the model has not changed since the last one.
 
