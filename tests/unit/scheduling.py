@@ -8,6 +8,7 @@ from typing import Any
 from paramserver.core.scheduler import io
 from paramserver.core.scheduler.core import SchedulerCore
 from paramserver.errors import PsError
+from paramserver.types import PartitionKey, Token
 
 SPEC: dict[str, Any] = {"name": "m", "params": {"w": {"shape": [64]}}, "partitions": 4}
 EIGHT = {"partitions": 8}
@@ -38,6 +39,8 @@ class Driver:
         """How far assignments have raised the versions above the clock, in sync."""
         self.stand: dict[int, int] = {}
         """Clocks of the partitions that are behind, in sync."""
+        self.began: dict[tuple[PartitionKey, Token], int] = {}
+        """The version with which the shard that has a partition under that token began."""
         self.core = SchedulerCore.restore({}, self.now, self.term, EPOCH_S + self.now)
         for name in shards:
             self.shard(name)
@@ -143,7 +146,8 @@ class Driver:
                     clock = self.stand.get(i, model.gate.clock) if model.gate.sync else 0
                     version = clock + self.assigned if model.gate.sync else o.version
                     durable = (version, clock) if self.durable else (0, 0)
-                    partitions.append([*row, version, durable[0], model.revision, durable[1]])
+                    began = self.began.setdefault((model.partition(i), o.token), version)
+                    partitions.append([*row, version, durable[0], model.revision, durable[1], began])
                     if o.release and releases:
                         released.append([*row, version, o.release])
                     if model.cuts.pending is not None and stored:

@@ -218,7 +218,7 @@ class Owners(RuleBasedStateMachine):
         return value
 
     def _beat(self, shard: Holder) -> None:
-        rows = [["m", 1, i, h.token, h.value, h.value, 0, 0] for i, h in shard.memory.items()]
+        rows = [["m", 1, i, h.token, h.value, h.value, 0, 0, 0] for i, h in shard.memory.items()]
         released = shard.released()
         made = lambda n: io.ShardHeartbeat(n, shard.name, shard.epoch, {}, rows, (), released)  # noqa: E731
         answer = shard.leader.do(made, self.now)

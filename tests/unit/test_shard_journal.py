@@ -142,11 +142,11 @@ def test_a_clock_is_durable_once_its_commit_is_journaled() -> None:
     driver = slow(consistency={"mode": "sync"})
     driver.commit(0)
     apply(driver)
-    assert [row[-1] for row in driver.core.partitions()] == [0]
+    assert [row.commits_from for row in driver.core.partitions()] == [0]
 
     complete(driver, Journal)
 
-    assert [row[-1] for row in driver.core.partitions()] == [1]
+    assert [row.commits_from for row in driver.core.partitions()] == [1]
 
 
 def test_a_duplicate_waits_until_its_original_is_durable() -> None:

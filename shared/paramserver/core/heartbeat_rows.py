@@ -21,6 +21,8 @@ class ServedRow(NamedTuple):
 
     With a journal, the next owner starts at the durable clock; at `applied`, where this one stands.
     """
+    from_version: int
+    """The version that the shard loaded: also under a renewed token, and whichever leader it tells."""
 
 
 class CutRow(NamedTuple):

@@ -22,7 +22,7 @@ class Owner:
     commits_from: int = 0
     """sync: the first clock whose commit it, or the next owner, still needs."""
     from_version: int | None = None
-    """The first version reported under this token; None until the owner serves it, and once it is dead."""
+    """The version that the owner began with; None until it serves the partition, and once it is dead."""
     source: Any = None
     """Where to load the state from under this token, if not from `Model.source`."""
     kept_from: Token = 0

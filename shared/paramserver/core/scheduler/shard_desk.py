@@ -269,7 +269,7 @@ class ShardDesk:
 
     def heartbeat(self, e: ShardHeartbeat, now: float) -> None:
         shard = self.c.joined_shard(e.name, e.epoch)
-        served = [ServedRow(*_checked(r, 8, "partitions")) for r in e.partitions]
+        served = [ServedRow(*_checked(r, 9, "partitions")) for r in e.partitions]
         cuts = [CutRow(*_checked(r, 5, "cuts")) for r in e.cuts]
         released = [ReleasedRow(*_checked(r, 6, "released")) for r in e.released]
         lost = [LostRow(*_checked(r, 4, "lost")) for r in e.lost]
@@ -304,7 +304,7 @@ class ShardDesk:
         owner.version, owner.durable_version, owner.kept_from = row.version, row.durable_version, 0
         owner.heard, begins = True, owner.from_version is None
         if begins:
-            owner.from_version, owner.previous = row.version, None
+            owner.from_version, owner.previous = row.from_version, None
             self.c.unbalanced = True  # it may be moved now
             self.c.mark_dirty(model)
         if row.revision > model.revision:

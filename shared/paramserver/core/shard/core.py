@@ -132,8 +132,9 @@ class ShardCore:
         """Yield each partition that is served."""
         for key, p in self._partitions():
             if p.state is not None:
-                numbers = p.version, p.durable_version, p.revision, p.durable_clock if p.level else p.clock
-                yield ServedRow(key.name, key.generation, p.index, p.token, *numbers)
+                versions, commits_from = (p.version, p.durable_version), p.durable_clock if p.level else p.clock
+                place = key.name, key.generation, p.index, p.token
+                yield ServedRow(*place, *versions, p.revision, commits_from, p.from_version)
 
     def cuts(self) -> Iterator[CutRow]:
         """Yield each partition's newest stored cut."""

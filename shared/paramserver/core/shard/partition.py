@@ -54,6 +54,8 @@ class Partition:
     load_again_s: float = LOAD_AGAIN_S
     """How long after its next failure loading is tried again, if its stored state is corrupt then, too."""
     version: int = 0
+    from_version: int = 0
+    """The version that was loaded."""
     clock: int = 0
     """sync: the next commit's `t`."""
     durable_version: int = 0
@@ -121,7 +123,7 @@ class Partition:
         """Start with the loaded state. Raises CorruptState, with nothing changed, if its settings cannot be read."""
         if loaded.settings is not None:
             self.spec, self.revision = spec_from_document(self.spec, loaded.settings, self.segments)
-        self.state, self.version = loaded.state, loaded.version
+        self.state, self.version, self.from_version = loaded.state, loaded.version, loaded.version
         self.clock, self.lsn = loaded.clock, loaded.lsn
         self.durable_version, self.durable_clock = (loaded.version, loaded.clock) if loaded.stored else (0, 0)
         durable = loaded.lsn if loaded.stored else 0
