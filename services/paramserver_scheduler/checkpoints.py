@@ -7,7 +7,7 @@ components, checked here, so no name received over the network leads out of the 
 import logging
 import re
 import shutil
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final
@@ -63,12 +63,13 @@ class CheckpointStore:
         name: str,
         document: Mapping[str, Any],
         held: list[tuple[StateFrame, PartitionState]],
+        confirm: Callable[[], None] = lambda: None,
     ) -> tuple[int, str]:
         """Write a checkpoint and return (bytes of its files, its path).
 
         `document` is the one of the effect `WriteCheckpoint`; `held` is empty afterwards.  An existing checkpoint of
         that name is replaced if it is of the same creation of the model: then the scheduler was restarted before it had
-        recorded that one.
+        recorded that one.  `confirm` is called just before that, and what it raises leaves everything as it was.
 
         Raises PsError, including ConflictError (`conflict`) if the name is `taken`, or OSError if writing fails.
         """
@@ -80,7 +81,9 @@ class CheckpointStore:
         meta["workers"] = {w: {k: v for k, v in d.items() if k != "state"} for w, d in document["workers"].items()}
         path = self.path(model, name)
         free = not self.taken(model, name, document["creation"])
-        manifest = checkpoint.write(path, spec, params, slots, steps, numbers, workers, meta, overwrite=free)
+        manifest = checkpoint.write(
+            path, spec, params, slots, steps, numbers, workers, meta, overwrite=free, confirm=confirm
+        )
         return sum(f["bytes"] for f in manifest["files"].values()), str(path)
 
     def taken(self, model: str, name: str, creation: str) -> bool:

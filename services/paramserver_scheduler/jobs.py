@@ -193,7 +193,8 @@ class Jobs:
         """Delete a checkpoint: one of the model's list, or one of an earlier model, in this scheduler's folder.
 
         Raises NotFoundError (`unknown_checkpoint`, `unknown_model`); Unavailable, after which it can be deleted again,
-        if another scheduler that may have its files does not answer; ConflictError (`disk_refuses`).
+        if another scheduler leads by now, or one that may have its files does not answer; ConflictError
+        (`disk_refuses`).
         """
         if name in ALIASES:
             raise problem("invalid_field", f"'{name}' stands for another checkpoint", hint="give that one's own name")
@@ -208,9 +209,11 @@ class Jobs:
             else:
                 if record["scheduler"] not in ("", self._name):
                     self.others.url(record["scheduler"])
+            await self._runtime.check_leads()
             try:
                 if not await self.others.remove(model, name, creation):
                     raise problem("unavailable", f"another scheduler has not deleted its files of checkpoint '{name}'")
+                await self._runtime.check_leads()
                 await asyncio.to_thread(self._store.remove, model, name, creation)
             except OSError as e:
                 raise problem_of(e) from e
@@ -248,7 +251,9 @@ class Jobs:
             _check_clocks(effect.document, [frame.clock for frame, _ in held])
             self._runtime.send(io.CheckpointRead(effect.model, effect.name))
             versions = [frame.version for frame, _ in held]
-            size, at = await asyncio.to_thread(self._store.write, effect.model.name, effect.name, effect.document, held)
+            size, at = await asyncio.to_thread(
+                self._store.write, effect.model.name, effect.name, effect.document, held, self._confirm_in_thread()
+            )
         except Exception as e:
             error = problem_of(e)
             log.warning("checkpoint.failed model=%s name=%s %s", effect.model, effect.name, error)
@@ -264,8 +269,20 @@ class Jobs:
                 io.CheckpointWritten(effect.model, effect.name, size, versions, at, self._name, creation)
             )
 
+    def _confirm_in_thread(self) -> Callable[[], None]:
+        """Return a function for threads that raises an error if another scheduler leads.
+
+        A job that goes on after a pause must not replace what that one has written under the same name.
+        """
+        loop = asyncio.get_running_loop()
+        return lambda: asyncio.run_coroutine_threadsafe(self._runtime.check_leads(), loop).result()
+
     async def _remove(self, model: str, name: str, creation: str) -> None:
         async with self._alone(model, name):
+            try:
+                await self._runtime.check_leads()
+            except PsError:  # what the next leader does not list either, it deletes by the rule of `keep`
+                return
             try:
                 await asyncio.to_thread(self._store.remove, model, name, creation)
             except OSError as e:

@@ -126,6 +126,11 @@ class Runtime:
         self._wake_at = 0.0
         self._failures: asyncio.Queue[Exception] = asyncio.Queue()
 
+    async def check_leads(self) -> None:
+        """Raise Unavailable (`no_leader`) if another scheduler leads, which this one may have to ask after a pause."""
+        if self.confirm is not None and not await self.confirm():
+            raise problem("no_leader", "this scheduler is no longer the leader")
+
     # --- events in ---
 
     async def ask(

@@ -21,7 +21,7 @@ import re
 import secrets
 import shutil
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from glob import escape
@@ -92,6 +92,7 @@ def write(
     meta: Mapping[str, Any],
     *,
     overwrite: bool = False,
+    confirm: Callable[[], None] = lambda: None,
 ) -> dict[str, Any]:
     """Write a checkpoint to the folder `path` and return its manifest.
 
@@ -105,6 +106,7 @@ def write(
         worker_states: JSON values by worker id.
         meta: additional JSON members of the manifest.
         overwrite: replace an existing folder, if it holds a manifest.
+        confirm: called once all is written, before the folder is there; nothing is if it raises an error.
 
     Raises ConflictError (`conflict`) if `path` exists and may not be replaced, RequestError if the parameters do not
     fit the spec, OSError with a file name if writing fails.
@@ -115,7 +117,7 @@ def write(
     if existing.exists() and not (overwrite and (existing / MANIFEST).is_file()):
         raise problem("conflict", f"'{existing}' exists already", hint="choose another path, or allow overwriting")
 
-    with _replacing(target) as part:
+    with _replacing(target, confirm) as part:
         _save(held, part / PARAMS, {"format": "np", "model": spec.name})
         _save(state, part / OPTIMIZER, {"format": "np"})
         # One by one, because nothing else in the process runs while one is encoded, and together they may take seconds.
@@ -139,8 +141,11 @@ def write(
 
 
 @contextmanager
-def _replacing(target: Path) -> Iterator[Path]:
-    """Yield a new folder to write files to, which then takes the place of `target`; after an error it is removed."""
+def _replacing(target: Path, confirm: Callable[[], None]) -> Iterator[Path]:
+    """Yield a new folder to write files to, which then takes the place of `target`; after an error it is removed.
+
+    `confirm` is called before, and may raise one.
+    """
     missing = [folder for folder in (target.parent, *target.parent.parents) if not folder.exists()]
     target.parent.mkdir(parents=True, exist_ok=True)
     for folder in missing:
@@ -157,6 +162,7 @@ def _replacing(target: Path) -> Iterator[Path]:
         for file in part.iterdir():
             _sync(file)
         _sync(part)
+        confirm()
         _rename(part, target)
     except BaseException as e:
         shutil.rmtree(part, ignore_errors=True)

@@ -39,7 +39,7 @@ FROM_FILE: dict[str, Any] = {"w": {"shape": [64], "init": {"kind": "file", "path
 
 async def performed(d: Driver, state_dir: Path, shards: Any) -> History:
     """Run all jobs that the core has requested to their end, and report the results to it; return the events."""
-    runtime: Any = SimpleNamespace(core=d.core, send=d.do)
+    runtime: Any = SimpleNamespace(core=d.core, send=d.do, check_leads=AsyncMock())
     unused: Any = Mock()
     history = History(0.0)
     async with asyncio.TaskGroup() as group:
@@ -517,6 +517,32 @@ async def test_a_checkpoint_that_is_being_written_is_deleted_once_it_is_there(tm
     assert d.result(asked)["name"] == "mine"
     assert d.core.read.checkpoints("m") == []
     assert not (tmp_path / "checkpoints" / "m" / "mine").exists()
+
+
+@pytest.mark.parametrize("checks", [0, 1])
+async def test_a_deposed_leader_leaves_the_files_of_its_successor(tmp_path: Path, checks: int) -> None:
+    """A job that goes on after a pause neither replaces nor deletes a checkpoint that the next leader has written."""
+    d, store = Driver.with_model(partitions=1), CheckpointStore(tmp_path)
+    d.send(lambda n: io.RequestCheckpoint(n, "m", "mine"))
+    (effect,) = d.work
+    assert isinstance(effect, io.WriteCheckpoint)
+    store.write("m", "mine", effect.document, held(7))
+    over = problem("no_leader", "another one leads")
+    async with asyncio.TaskGroup() as group:
+        others = Mock(remove=AsyncMock(return_value=True))
+        jobs = with_runtime(d, tmp_path, group, others=others, shards=Mock(states=AsyncMock(return_value=held(1))))
+        jobs._runtime.check_leads = AsyncMock(side_effect=over)  # type: ignore[method-assign]
+        jobs.start(effect)
+        jobs.start(io.RemoveCheckpoint("m", "mine", effect.document["creation"]))
+    async with asyncio.TaskGroup() as group:
+        jobs = with_runtime(d, tmp_path, group, others=others)
+        jobs._runtime.check_leads = AsyncMock(side_effect=[None] * checks + [over])  # type: ignore[method-assign]
+        with refused_with("no_leader"):
+            await jobs.delete("m", "mine")
+
+    assert others.remove.await_count == checks
+    assert store.read("m", "mine").versions == [7]
+    assert [path.name for path in store.path("m", "mine").parent.iterdir()] == ["mine"]
 
 
 def with_runtime(d: Driver, state_dir: Path, group: asyncio.TaskGroup, *, others: Any, shards: Any = None) -> Jobs:
