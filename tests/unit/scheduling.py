@@ -39,6 +39,7 @@ class Driver:
         self.stand: dict[int, int] = {}
         """Clocks of the partitions that are behind, in sync."""
         self.core = SchedulerCore.restore({}, self.now, self.term, EPOCH_S + self.now)
+        self.core._c.generations = 0  # so that tests can name them: 1, 2, ...
         for name in shards:
             self.shard(name)
 
