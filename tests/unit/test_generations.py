@@ -6,6 +6,8 @@ from typing import Any
 import pytest
 from tests.refusals import refused_with
 
+from paramserver.client import control
+from paramserver.client.cluster import Cluster
 from paramserver.client.frames import PushTerms
 from paramserver.client.iterations import Iterations
 from paramserver.client.task_requests import TaskRequests
@@ -13,7 +15,7 @@ from paramserver.client.tasks import Task
 from paramserver.core.scheduler import io
 from paramserver.core.scheduler.core import SchedulerCore
 from paramserver.errors import FencedError, InDoubt, problem
-from paramserver.net.calls import Deadline
+from paramserver.net.calls import Deadline, Outcome, Request
 
 from .scheduling import Driver
 from .session_node import BEAT, GRAD, Node, deadline, joined, no, ok
@@ -93,6 +95,47 @@ def test_metrics_of_another_creation_do_not_count() -> None:
         return int(d.ask(event)["accepted"])
 
     assert [accepted(g) for g in (7, 1, None)] == [0, 1, 1]
+
+
+@pytest.mark.parametrize("what", ["patch", "checkpoint", "restore", "delete"])
+def test_what_changes_a_model_may_name_the_creation_that_is_meant(what: str) -> None:
+    """A request that changes, stores or deletes a model is refused if it names another creation, and else is done."""
+    d = Driver.with_model()
+
+    def ask(generation: int | None) -> int:
+        events: dict[str, Any] = {
+            "patch": lambda n: io.PatchModel(n, "m", {"optimizer": {"lr": 0.5}}, generation),
+            "checkpoint": lambda n: io.RequestCheckpoint(n, "m", "mine", generation),
+            "restore": lambda n: io.StartRestore(n, "m", generation=generation),
+            "delete": lambda n: io.DeleteModel(n, "m", generation=generation),
+        }
+        return d.send(events[what])
+
+    before = dict(d.hash)
+    refused = d.replies[ask(7)]
+    assert (refused.code, refused.members) == ("model_replaced", {"generation": 1})
+    assert d.hash == before
+    done = ask(1)
+    assert done in d.open if what == "checkpoint" else d.statuses[done] in (200, 204)
+
+
+@pytest.mark.parametrize("lost", [False, True])
+def test_a_model_that_is_replaced_once_its_deletion_is_in_doubt_was_deleted(lost: bool) -> None:
+    """If the answer to a DELETE is lost and the model is another one by the next attempt, the first one was done."""
+    answers: list[Outcome] = [problem("in_doubt", "the connection broke")] * lost
+    paths: list[str] = []
+
+    def node(request: Request) -> Outcome:
+        paths.append(request.path)
+        return answers.pop() if answers else no("model_replaced", generation=2)
+
+    deleting = control.delete_model(Cluster(("http://given:1",)), "m", 1, Deadline.after(30.0, now := Now()))
+    if lost:
+        drive(deleting, node, now)
+    else:
+        with refused_with("model_replaced", FencedError):
+            drive(deleting, node, now)
+    assert paths == ["/models/m?generation=1"] * (1 + lost)
 
 
 def replaced(node: Node, **members: Any) -> Any:

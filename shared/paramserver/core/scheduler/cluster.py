@@ -311,7 +311,8 @@ class Cluster:
             raise problem("unknown_model", f"no model {name!r:.80}", hint=hint)
         if generation not in (None, model.generation):
             detail = f"model '{model.name}' was deleted and created again"
-            raise problem("model_replaced", detail, generation=model.generation)
+            hint = "the present one is meant without a generation, in Python by a new handle: client.model()"
+            raise problem("model_replaced", detail, hint=hint, generation=model.generation)
         return model
 
     def created(self, key: ModelKey) -> Model:
