@@ -12,6 +12,8 @@ import paramserver as ps
 
 from .cluster import Cluster, cluster, get, ones
 
+pytestmark = pytest.mark.process
+
 STEPS = 3
 
 
