@@ -59,7 +59,15 @@ class JoinWorker(Body):
     attempt: Id | None = Field(None, description="for a join without a name: a repeated text returns the same worker")
 
 
-class WorkerHeartbeat(Body):
+class OfWorker(Body):
+    """Base of what a worker that has joined sends."""
+
+    generation: Count | None = Field(
+        None, description="that of the answer to its join: if the model was created again since, 409 `model_replaced`"
+    )
+
+
+class WorkerHeartbeat(OfWorker):
     """A worker's heartbeat."""
 
     epoch: Count
@@ -75,7 +83,7 @@ class WorkerHeartbeat(Body):
     state: Any = Field(None, description="JSON that checkpoints keep and the worker's next incarnation gets")
 
 
-class Clock(Body):
+class Clock(OfWorker):
     """Report of finished iterations as an absolute number, so repeating it is harmless."""
 
     worker: Id
@@ -103,7 +111,7 @@ class Dataset(Body):
     passes: Count | None = Field(1, description="passes over the data; null: endless")
 
 
-class Lease(Body):
+class Lease(OfWorker):
     """A worker's request for its next task."""
 
     worker: Id
@@ -115,7 +123,7 @@ class Lease(Body):
     )
 
 
-class TaskDone(Body):
+class TaskDone(OfWorker):
     """Completion of a data range or an evaluation."""
 
     worker: Id
@@ -132,6 +140,7 @@ class Metrics(Body):
     timeline: Count | None = Field(
         None, description="the model's when they were measured: in another they do not count"
     )
+    generation: Count | None = Field(None, description="likewise")
 
 
 class Checkpoint(Body):

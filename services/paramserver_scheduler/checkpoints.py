@@ -57,6 +57,12 @@ class CheckpointStore:
         """Return the folder of a checkpoint; raises RequestError for an invalid name."""
         return self._root / check_model_name(model) / check_name(name)
 
+    def new_path(self, model: str, name: str) -> Path:
+        """Like `path`, of a folder that is to be written: all are below one that only this user can read."""
+        path = self.path(model, name)
+        checkpoint.make_folder(self._root, 0o700)
+        return path
+
     def write(
         self,
         model: str,
@@ -79,7 +85,7 @@ class CheckpointStore:
         workers = {w: d.get("state") for w, d in document["workers"].items()}
         meta = {k: v for k, v in document.items() if k != "spec"}
         meta["workers"] = {w: {k: v for k, v in d.items() if k != "state"} for w, d in document["workers"].items()}
-        path = self.path(model, name)
+        path = self.new_path(model, name)
         free = not self.taken(model, name, document["creation"])
         manifest = checkpoint.write(
             path, spec, params, slots, steps, numbers, workers, meta, overwrite=free, confirm=confirm

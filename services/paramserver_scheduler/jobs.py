@@ -95,13 +95,24 @@ class Jobs:
             await fsync_way(self._redis)
 
     async def restore(
-        self, source: str, name: str, target: str, partitions: int | None, *, exist_ok: bool = True
+        self,
+        source: str,
+        name: str,
+        target: str,
+        partitions: int | None,
+        *,
+        exist_ok: bool = True,
+        generation: int | None = None,
     ) -> Answer:
         """Restore a checkpoint of model `source` into model `target`, which is created if it does not exist.
 
         Without `exist_ok`, one that exists is refused unless it is `source`.  Runs to its end even if the client hangs
-        up.  Raises PsError; InDoubt if this scheduler ceases to lead meanwhile.
+        up.  Raises PsError; FencedError (`model_replaced`) if `source` exists in another `generation`; InDoubt if this
+        scheduler ceases to lead meanwhile.
         """
+        if generation is not None:
+            with suppress(NotFoundError):  # it may have been deleted: its checkpoints outlive it
+                self._read.key(source, generation)
         work = self._group.create_task(self._restore(source, name, target, partitions, exist_ok or source == target))
         try:
             outcome = await asyncio.shield(work)
@@ -150,7 +161,7 @@ class Jobs:
             if partitions not in (None, spec.partitions):
                 raise problem("conflict", f"model '{target}' has {spec.partitions} partitions, which cannot be changed")
             sizes = await asyncio.to_thread(lambda: {worker: size_of(state) for worker, state in workers.items()})
-            begin = partial(io.StartRestore, model=target, sizes=sizes)
+            begin = partial(io.StartRestore, model=target, sizes=sizes, generation=model.generation)
         states = await asyncio.to_thread(checkpoints.partition, held, spec)
         try:
             answer = await ask(begin)

@@ -118,7 +118,7 @@ class OtherSchedulers:
         return [s.url for s in others if s.url != self._lease.url]
 
     async def _read_from(self, url: str, model: str, name: str, creation: str | None) -> checkpoint.Checkpoint:
-        target = self._store.path(model, name)
+        target = await asyncio.to_thread(self._store.new_path, model, name)
         part = target.with_name(f".{target.name}.{secrets.token_hex(4)}.part")
         await asyncio.to_thread(part.mkdir, parents=True)
         try:

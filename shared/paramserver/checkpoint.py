@@ -140,16 +140,21 @@ def write(
     return manifest
 
 
+def make_folder(folder: Path, mode: int = 0o777) -> None:
+    """Make a folder, with this mode, and its parents unless they are there, so that they outlive a loss of power."""
+    missing = [f for f in (folder, *folder.parents) if not f.exists()]
+    folder.mkdir(mode=mode, parents=True, exist_ok=True)
+    for made in missing:
+        _sync(made.parent)
+
+
 @contextmanager
 def _replacing(target: Path, confirm: Callable[[], None]) -> Iterator[Path]:
     """Yield a new folder to write files to, which then takes the place of `target`; after an error it is removed.
 
     `confirm` is called before, and may raise one.
     """
-    missing = [folder for folder in (target.parent, *target.parent.parents) if not folder.exists()]
-    target.parent.mkdir(parents=True, exist_ok=True)
-    for folder in missing:
-        _sync(folder.parent)
+    make_folder(target.parent)
     for left in _beside(target, "part"):
         with suppress(OSError):  # another writer has finished it
             newest_s = max(path.stat().st_mtime for path in (left, *left.iterdir()))

@@ -5,10 +5,13 @@ import os
 import signal
 import sys
 import threading
+from collections.abc import Callable
+from functools import partial
 from typing import Any, cast
 
 import numpy as np
 import pytest
+from tests.refusals import refused_with
 
 import paramserver as ps
 
@@ -79,6 +82,76 @@ def test_a_reader_of_a_model_that_was_replaced_is_told_to_pull_again(
             reader.pull()
         assert "pull again" in e.value.hint
         assert reader.pull()["w"].tolist() == [2.0] * 4
+
+
+def recreated(shared_cluster: Cluster, name: str) -> None:
+    """Delete the model, as somebody else who knows nothing of us, and create another one of that name."""
+    with ps.connect(shared_cluster.url) as other:
+        other.model(name).delete()
+        other.create_model(name, {"w": np.full(4, 5.0)}, optimizer=ps.Sum())
+
+
+def test_a_handle_of_a_deleted_model_changes_no_later_one(
+    shared_cluster: Cluster, client: ps.Client, name: str
+) -> None:
+    """What changes, stores, restores or deletes a model is refused if it was created again since the handle had it.
+
+    It had the one that it made, or first pulled from or pushed to.  A new handle is for the present one.
+    """
+    made = client.create_model(name, {"w": np.ones(4)}, optimizer=ps.Sum())
+    pulled, pushed = client.model(name), client.model(name)
+    pulled.pull()
+    pushed.push(ones(4))
+    made.save("mine")
+    recreated(shared_cluster, name)
+
+    for handle in (made, pulled, pushed):
+        calls: list[Callable[[], Any]] = [partial(handle.set, lr=0.5), handle.save, handle.restore, handle.delete]
+        for call in calls:
+            with refused_with("model_replaced", ps.FencedError, match="by a new handle"):
+                call()
+
+    model = client.model(name)
+    model.set(evaluate_every=7)
+    assert (model.info()["spec"]["evaluate_every"], model.checkpoints()) == (7, [])
+    assert model.pull()["w"].tolist() == [5.0] * 4
+
+
+def test_on_asyncio_too_a_handle_changes_no_later_model(shared_cluster: Cluster, name: str) -> None:
+    """On asyncio, what changes a model is refused if it was created again since the handle had it."""
+
+    async def run() -> None:
+        async with ps.AsyncClient(shared_cluster.url) as client:
+            made = await client.create_model(name, {"w": np.ones(4)}, optimizer=ps.Sum())
+            pulled = client.model(name)
+            await pulled.pull(copy=False)
+            recreated(shared_cluster, name)
+            for handle in (made, pulled):
+                calls: list[Callable[[], Any]] = [partial(handle.set, lr=0.5), handle.save, handle.restore]
+                for call in (*calls, handle.delete):
+                    with refused_with("model_replaced", ps.FencedError):
+                        await call()
+            await client.model(name).delete()
+
+    asyncio.run(run())
+
+
+def test_a_handle_restores_a_deleted_model_and_is_for_that_one_then(client: ps.Client, name: str) -> None:
+    """A model that is gone is restored through the handle that made it, which then changes and deletes the new one."""
+    model = client.create_model(name, {"w": np.ones(4)}, optimizer=ps.Sum())
+    before = model.info()["generation"]
+    model.save("mine")
+    model.delete()
+
+    assert model.restore("mine") is model
+
+    assert model.info()["generation"] > before
+    model.set(evaluate_every=7)
+    copy = model.restore("mine", as_=f"{name}-2"[-60:])
+    copy.delete()
+    model.delete()
+    with pytest.raises(ps.NotFoundError):
+        model.info()
 
 
 def test_a_cancelled_join_leaves_no_member_behind(shared_cluster: Cluster, client: ps.Client, name: str) -> None:

@@ -42,6 +42,7 @@ class Driver:
         self.began: dict[tuple[PartitionKey, Token], int] = {}
         """The version with which the shard that has a partition under that token began."""
         self.core = SchedulerCore.restore({}, self.now, self.term, EPOCH_S + self.now)
+        self.core._c.generations = 0  # so that tests can name them: 1, 2, ...
         for name in shards:
             self.shard(name)
 

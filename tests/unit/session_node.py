@@ -57,6 +57,8 @@ class Node:
             self.epoch += 1
             return ok(self.joined(), 201)
         if path.startswith("/models/m/workers/"):
+            if self.sent[-1][2] is not None and self.sent[-1][2]["generation"] != self.generation:
+                return no("model_replaced", generation=self.generation)
             told = {"state": "active", "clock": self.clock, "min_clock": 0, "timeline": self.timeline}
             return ok({**told, "evaluate": False, "settings_tag": self.settings_tag})
         if path == "/models/m/clock":
@@ -97,7 +99,7 @@ class Node:
         """The answer to a join."""
         return {
             "worker": "m/w0", "epoch": self.epoch, "rank": 3, "lease_s": 5.0, "clock": self.clock,
-            "timeline": self.timeline, "generation": 1, "state": None,
+            "timeline": self.timeline, "generation": self.generation, "state": None,
         }  # fmt: skip
 
     def bodies(self, path: str) -> list[Any]:

@@ -343,7 +343,7 @@ def asked_for(call: str, cluster: Cluster, deadline: Deadline) -> Any:
         case "create":
             return control.create_model(cluster, {"name": "m"}, {}, deadline, control.Creation(), exist_ok=False)
         case "delete":
-            return control.delete_model(cluster, "m", deadline)
+            return control.delete_model(cluster, "m", None, deadline)
         case "once":
             return control.post_unrepeatable("/runs", {}, deadline)
     return control.send("PATCH", "/models/m", {}, deadline)

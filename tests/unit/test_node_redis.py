@@ -14,6 +14,7 @@ from unittest.mock import Mock
 
 import pytest
 import uvloop
+from redis import Redis as BlockingRedis
 from redis.asyncio import Redis
 from redis.exceptions import BusyLoadingError, OutOfMemoryError, ReadOnlyError, RedisError
 from redis.exceptions import ConnectionError as RedisConnectionError
@@ -65,6 +66,16 @@ async def test_a_new_connection_to_redis_begins_with_the_command_itself() -> Non
         await client.aclose()
 
     assert said.split() == [b"*2", b"$3", b"GET", b"$3", b"key"]
+
+
+@pytest.mark.parametrize(("options", "checked"), [("", True), ("?ssl_check_hostname=false", False)])
+def test_over_tls_the_name_of_the_redis_server_is_checked(options: str, checked: bool) -> None:
+    """A certificate must be valid for the host in the URL, unless the URL says otherwise, in nodes and in psctl."""
+    url = f"rediss://redis.example/0{options}"
+    pools: list[Any] = [node_redis.connect(url).connection_pool, BlockingRedis.from_url(url).connection_pool]
+    ours, blocking = (pool.make_connection() for pool in pools)
+
+    assert (ours.ssl_context.check_hostname, blocking.check_hostname) == (checked, checked)
 
 
 async def increment(client: Redis) -> None:

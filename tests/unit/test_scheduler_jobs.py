@@ -551,6 +551,16 @@ def with_runtime(d: Driver, state_dir: Path, group: asyncio.TaskGroup, *, others
     return Jobs(runtime, CheckpointStore(state_dir), others, shards, cast(Any, Mock()), history, group, "s")
 
 
+def test_only_this_user_reads_checkpoints_below_a_folder_that_is_open(tmp_path: Path) -> None:
+    """In a state directory that everybody can read, checkpoints are in a folder that is this user's alone."""
+    (tmp_path / "open").mkdir(mode=0o755)
+    document = {"spec": ModelSpec.parse(SPEC | {"partitions": 1}).document(), "workers": {}, "creation": "1-5.0"}
+
+    _, path = CheckpointStore(tmp_path / "open").write("m", "mine", document, held(1))
+
+    assert (Path(path).parents[1].stat().st_mode & 0o777, Path(path).parents[2]) == (0o700, tmp_path / "open")
+
+
 def test_what_was_deleted_elsewhere_by_rule_is_deleted_here(tmp_path: Path) -> None:
     """Automatic checkpoints of the model that are not listed, and older than the newest listed one, are deleted.
 

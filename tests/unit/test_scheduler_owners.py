@@ -93,7 +93,7 @@ class Leader:
         redis.term += 1
         self.redis, self.term, self.stopped = redis, redis.term, False
         documents = {k: json.loads(v) for k, v in redis.hash.items()}
-        self.core = SchedulerCore.restore(copy.deepcopy(documents), now, self.term, 1e9)
+        self.core = SchedulerCore.restore(copy.deepcopy(documents), now, self.term)
         self.followers: list[Holder] = []
         self.requests = 0
 

@@ -22,10 +22,12 @@ async def report(request: Request, m: str) -> Response:
 
     null stands for NaN or infinity, which JSON does not have.  `accepted` in the answer is the number of points added:
     a value that is not finite is shown on the status page as the newest one, but is no point of the series; names
-    beyond the maximum are left out, and so is what was measured in another `timeline`.
+    beyond the maximum are left out, and so is what was measured in another `timeline` or creation of the model.
     """
     b = await read(request, bodies.Metrics)
-    return await reply(request, lambda n: io.ReportMetrics(n, m, b.metrics, b.worker, b.clock, b.timeline))
+    return await reply(
+        request, lambda n: io.ReportMetrics(n, m, b.metrics, b.worker, b.clock, b.timeline, b.generation)
+    )
 
 
 @router.get(

@@ -16,7 +16,17 @@ from paramserver_node import negotiate
 from paramserver_node.queries import takes_query
 from paramserver_node.roles import role
 from paramserver_scheduler import answers
-from paramserver_scheduler.requests import PAGED, page, read_json, reply, request_body, respond, response_doc, service
+from paramserver_scheduler.requests import (
+    PAGED,
+    number_of,
+    page,
+    read_json,
+    reply,
+    request_body,
+    respond,
+    response_doc,
+    service,
+)
 
 router = APIRouter(tags=["models"])
 
@@ -127,22 +137,26 @@ async def get_model(request: Request, m: str) -> Response:
     openapi_extra=request_body({"type": "object"}, {"optimizer": {"lr": 0.05}}, others=[negotiate.MERGE_PATCH]),
 )
 @role("admin")
+@takes_query("generation")
 async def patch_model(request: Request, m: str) -> Response:
     """Change a model's settings during training, by a JSON merge patch.
 
     The change takes effect within a second; in sync mode, at the same clock on all partitions. 409 `not_enough_memory`
-    if the shards could not hold the state of another optimizer.
+    if the shards could not hold the state of another optimizer. With `?generation=`, 409 `model_replaced` if the model
+    of this name is of another one: it was deleted and created again.
     """
-    patch = await read_json(request)
-    return await reply(request, lambda n: io.PatchModel(n, m, patch))
+    patch, generation = await read_json(request), number_of(request, "generation", None)
+    return await reply(request, lambda n: io.PatchModel(n, m, patch, generation))
 
 
 @router.delete("/models/{m}", status_code=204, responses=response_doc(204, "Deleted"))
 @role("admin")
+@takes_query("generation")
 async def delete_model(request: Request, m: str) -> Response:
     """Delete a model with its values in memory and in Redis; its checkpoints on disk stay.
 
-    With `X-Upload-Token`, only while the upload of its first values has this token: else 409 `upload_in_progress`.
+    With `X-Upload-Token`, only while the upload of its first values has this token: else 409 `upload_in_progress`. With
+    `?generation=`, only this creation: 409 `model_replaced` if it was deleted already, and created again.
     """
-    token = request.headers.get("x-upload-token")
-    return await reply(request, lambda n: io.DeleteModel(n, m, token))
+    token, generation = request.headers.get("x-upload-token"), number_of(request, "generation", None)
+    return await reply(request, lambda n: io.DeleteModel(n, m, token, generation))

@@ -84,7 +84,16 @@ async def lease(request: Request, m: str) -> Response:
     b = await read(request, bodies.Lease)
     return await reply(
         request,
-        lambda n: io.LeaseTask(n, m, b.worker, b.epoch, dataset=b.dataset, wait_s=b.wait_s, holding=b.holding),
+        lambda n: io.LeaseTask(
+            n,
+            m,
+            b.worker,
+            b.epoch,
+            dataset=b.dataset,
+            wait_s=b.wait_s,
+            holding=b.holding,
+            generation=b.generation,
+        ),
     )
 
 
@@ -97,7 +106,10 @@ async def lease(request: Request, m: str) -> Response:
 async def done(request: Request, m: str, task: str) -> Response:
     """Report that a range is processed, or an evaluation made with these `metrics`; idempotent."""
     b = await read(request, bodies.TaskDone)
-    return await reply(request, lambda n: io.TaskDone(n, m, b.worker, b.epoch, task=task, metrics=b.metrics))
+    return await reply(
+        request,
+        lambda n: io.TaskDone(n, m, b.worker, b.epoch, task=task, metrics=b.metrics, generation=b.generation),
+    )
 
 
 @router.post(

@@ -99,27 +99,38 @@ async def heartbeat(request: Request, m: str, w: str) -> Response:
     lease has expired or the name has been joined again, so join again. `state_kept` is false if the `state` in the body
     may not be stored yet: send it with the next heartbeat, too. `metrics` is an object of current values, or a list of
     `[clock, values]`, oldest first. 409 `rolled_back`: the model went back to an earlier
-    state, so continue from the `clock` and `timeline` in the error.
+    state, so continue from the `clock` and `timeline` in the error. 409 `model_replaced`: the model was created again
+    since the join that returned this `generation`; `epoch` in the error is that of a later worker of this id, if any.
     """
     b = await read(request, bodies.WorkerHeartbeat)
     return await reply(
         request,
         lambda n: io.WorkerHeartbeat(
-            n, m, w, b.epoch, clock=b.clock, timeline=b.timeline, metrics=b.metrics, state=b.state, since=b.since
+            n,
+            m,
+            w,
+            b.epoch,
+            clock=b.clock,
+            timeline=b.timeline,
+            metrics=b.metrics,
+            state=b.state,
+            since=b.since,
+            generation=b.generation,
         ),
     )
 
 
 @router.delete("/workers/{w:path}", status_code=204, responses=response_doc(204, "Left"))
 @role("worker")
-@takes_query("epoch")
+@takes_query("epoch", "generation")
 async def leave(request: Request, m: str, w: str) -> Response:
     """Leave the model, so that no other worker waits for this one any more; idempotent.
 
-    With `?epoch=` only that incarnation leaves; a newer one of the same name stays.
+    With `?epoch=` only that incarnation leaves; a newer one of the same name stays. With `?generation=`, that of the
+    join's answer, a worker of another creation of the model stays: 409 `model_replaced`.
     """
-    epoch = number_of(request, "epoch", None)
-    return await reply(request, lambda n: io.LeaveWorker(n, m, w, epoch))
+    epoch, generation = number_of(request, "epoch", None), number_of(request, "generation", None)
+    return await reply(request, lambda n: io.LeaveWorker(n, m, w, epoch, generation))
 
 
 @router.post(
@@ -139,6 +150,14 @@ async def clock(request: Request, m: str) -> Response:
     return await reply(
         request,
         lambda n: io.ReportClock(
-            n, m, b.worker, b.epoch, clock=b.clock, timeline=b.timeline, wait_s=b.wait_s, since=b.since
+            n,
+            m,
+            b.worker,
+            b.epoch,
+            clock=b.clock,
+            timeline=b.timeline,
+            wait_s=b.wait_s,
+            since=b.since,
+            generation=b.generation,
         ),
     )

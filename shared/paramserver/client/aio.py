@@ -105,8 +105,7 @@ class AsyncClient(ClientBase):
         body, uploads = model_document(name, params, optimizer, consistency, others)
         creation, deadline = control.Creation(), self.deadline(timeout)
         call = control.create_model(self.cluster, body, uploads, deadline, creation, exist_ok=exist_ok)
-        await self._create(call, creation)
-        return AsyncModel(self, name)
+        return AsyncModel(self, name, generation=(await self._create(call, creation)).generation)
 
     async def models(self, *, timeout: float | None = None) -> list[str]:
         """Return the names of all models."""
@@ -130,7 +129,8 @@ class AsyncClient(ClientBase):
         call = checkpointing.restore(
             self.cluster, os.fspath(path), as_, partitions, deadline, creation, exist_ok=exist_ok
         )
-        return AsyncModel(self, (await self._create(call, creation)).name)
+        made = await self._create(call, creation)
+        return AsyncModel(self, made.name, generation=made.generation)
 
     async def create_run(
         self,
@@ -257,7 +257,7 @@ class AsyncModel(ModelBase):
         others = {"evaluate_every": evaluate_every, "checkpoint": checkpoint}
         patch = patch_document(optimizer, consistency, params, others, fields)
         c = self._client
-        await c.run(control.patch_model(c.cluster, self.name, patch, c.deadline(timeout)))
+        await c.run(control.patch_model(c.cluster, self.name, self._generation, patch, c.deadline(timeout)))
 
     async def assign(self, values: Mapping[str, Any], *, timeout: float | None = None) -> None:
         """See `Model.assign`."""
@@ -268,8 +268,9 @@ class AsyncModel(ModelBase):
         return dict(await self._client.run(control.fetch(model_path(self.name), self._client.deadline(timeout))))
 
     async def delete(self, *, timeout: float | None = None) -> None:
-        """Delete the model and its values; checkpoints on disk are kept."""
-        await self._client.run(control.delete_model(self._client.cluster, self.name, self._client.deadline(timeout)))
+        """See `Model.delete`."""
+        c = self._client
+        await c.run(control.delete_model(c.cluster, self.name, self._generation, c.deadline(timeout)))
 
     async def checkpoint(
         self, path: str | os.PathLike[str], *, overwrite: bool = False, timeout: float | None = None
@@ -349,5 +350,5 @@ class AsyncModel(ModelBase):
     ) -> "AsyncModel":
         """See `Model.restore`."""
         restoring = self._restore(checkpoint, as_, partitions, timeout, exist_ok=exist_ok)
-        restored = await self._client.run(restoring)
-        return self if restored == self.name else self._client.model(restored)
+        name, generation = await self._client.run(restoring)
+        return self if name == self.name else AsyncModel(self._client, name, generation=generation)

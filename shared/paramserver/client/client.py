@@ -111,8 +111,7 @@ class Client(ClientBase):
         body, uploads = model_document(name, params, optimizer, consistency, others)
         creation, deadline = control.Creation(), self.deadline(timeout)
         call = control.create_model(self.cluster, body, uploads, deadline, creation, exist_ok=exist_ok)
-        self._create(call, creation)
-        return Model(self, name)
+        return Model(self, name, generation=self._create(call, creation).generation)
 
     def models(self, *, timeout: float | None = None) -> list[str]:
         """Return the names of all models."""
@@ -147,7 +146,8 @@ class Client(ClientBase):
         call = checkpointing.restore(
             self.cluster, os.fspath(path), as_, partitions, deadline, creation, exist_ok=exist_ok
         )
-        return Model(self, self._create(call, creation).name)
+        made = self._create(call, creation)
+        return Model(self, made.name, generation=made.generation)
 
     def create_run(
         self,

@@ -16,7 +16,7 @@ from paramserver.client.cluster import Cluster, ModelMap, component, model_path
 from paramserver.client.uploads import put_values
 from paramserver.client.values import values_of
 from paramserver.core.fields import whole_number
-from paramserver.errors import InDoubt, NotFoundError, PsError, combined, problem
+from paramserver.errors import FencedError, InDoubt, NotFoundError, PsError, combined, problem
 from paramserver.net.calls import ATTEMPT_S, Call, Clock, Deadline, Pause, json_of, json_request
 from paramserver.net.retry import Backoff, deliver, deliver_json, is_temporary, to_result
 from paramserver.types import AnyArray
@@ -144,25 +144,32 @@ def assign(cluster: Cluster, model: str, values: Mapping[str, Any], deadline: De
     yield from put_values(cluster, model_map, arrays, deadline)
 
 
-def patch_model(cluster: Cluster, model: str, patch: Mapping[str, Any], deadline: Deadline) -> Call[None]:
-    """Change settings; the map in the answer becomes the client's."""
-    doc = yield from send("PATCH", model_path(model), patch, deadline)
+def of_creation(path: str, generation: int | None) -> str:
+    """Return the path of a request that only concerns this creation of its model; None: whichever there is."""
+    return path if generation is None else f"{path}?generation={generation}"
+
+
+def patch_model(
+    cluster: Cluster, model: str, generation: int | None, patch: Mapping[str, Any], deadline: Deadline
+) -> Call[None]:
+    """Change settings of that creation of a model; the map in the answer becomes the client's."""
+    doc = yield from send("PATCH", of_creation(model_path(model), generation), patch, deadline)
     yield from cluster.store_document(doc, deadline)
 
 
-def delete_model(cluster: Cluster, model: str, deadline: Deadline) -> Call[None]:
-    """Delete a model; raises like `delete`."""
+def delete_model(cluster: Cluster, model: str, generation: int | None, deadline: Deadline) -> Call[None]:
+    """Delete that creation of a model; raises like `delete`."""
     cluster.forget(model)
-    yield from delete(model_path(model), deadline)
+    yield from delete(of_creation(model_path(model), generation), deadline)
 
 
 def delete(path: str, deadline: Deadline, headers: Mapping[str, str] = MappingProxyType({})) -> Call[None]:
-    """Delete what is at a path; if an earlier attempt is in doubt, what no longer exists counts as deleted."""
+    """Delete what is at a path; if an earlier attempt is in doubt, what is gone or replaced counts as deleted."""
     backoff, request = Backoff(deadline), json_request("DELETE", path, timeout_s=deadline.attempt_s())
     request = replace(request, headers={**request.headers, **headers})
     try:
         yield from deliver(request, deadline, backoff)
-    except NotFoundError:
+    except (NotFoundError, FencedError):
         if not backoff.in_doubt:
             raise
 

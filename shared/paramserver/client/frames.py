@@ -53,6 +53,8 @@ class PushTerms(Struct, frozen=True):
     """partition -> (version, incarnation) of the values that the gradient was computed from, or None."""
     commit_wait_s: float | None = None
     """sync: seconds that the shards wait for the commit, if the push ends its worker's iteration; None: it does not."""
+    generation: int | None = None
+    """Which creation of the model the worker has joined; None: the sender has not joined."""
 
 
 class PullTerms(Struct, frozen=True):

@@ -8,6 +8,8 @@ calls, so state that both change is changed under a lock or by a single assignme
   is dropped; the next pull has the new one's values.
 - *fenced*: the worker's lease expired.  It joins again under the same id with a higher epoch.  If another worker has
   joined under that id meanwhile, this one stops, because the two would fence each other forever.
+- *replaced*: the model was deleted and created again, or its whole cluster was.  The worker joins the new one, unless
+  another worker has joined it under that id.
 - *draining*, *stop*, *paused*: what the scheduler asks for in its answers.
 """
 
@@ -72,6 +74,9 @@ class Membership:
         self.first = False
         """Whether its rank is the lowest of the live workers', as the scheduler said last."""
         self.lease_s = limits.LEASE_S
+        self.generation = 0
+        """Which creation of the model it has joined.  Requests name it: its id and epoch may be another worker's in a
+        later one, in particular in a cluster that was begun anew."""
         self.timeline = 0
         self.clock = 0
         """Iterations finished, which is also the number of the current one."""
@@ -98,7 +103,8 @@ class Membership:
 
     def join(self, deadline: Deadline) -> Call[None]:
         """Become a worker of the model, or become one again under the same id."""
-        self._adopt_settings((yield from self.cluster.map_of(self.model, deadline)))
+        model_map = yield from self.cluster.map_of(self.model, deadline)
+        self._adopt_settings(model_map)
         body = self._introduction()
         path, backoff = model_path(self.model, "workers"), Backoff(deadline)
         self._join_in_doubt = True  # until the answer is here; a join that is given up may be granted all the same
@@ -112,6 +118,8 @@ class Membership:
         with self._lock:
             self._join_in_doubt = backoff.in_doubt
             self._enter(doc)
+        if self.generation != model_map.generation:
+            yield from self.refresh_mode(deadline)
         self._map_due_s = deadline.clock() + MAP_AGE_S
         log.info("worker.joined worker=%s rank=%d clock=%d", self.worker, self.rank, self.clock)
 
@@ -133,6 +141,7 @@ class Membership:
         """Begin an epoch as the scheduler's answer to a join says."""
         self.reports.joined(None if self.joined else doc.get("state"))
         self.worker = self.numbers.worker = str(doc["worker"])
+        self.generation = int(doc["generation"])
         self.numbers.renew(int(doc["epoch"]))
         self.rank = int(doc["rank"])
         self.first = bool(doc.get("first", self.rank == 0))
@@ -146,7 +155,7 @@ class Membership:
         """Leave the model, after a last heartbeat.  Errors are only logged: the lease then expires by itself."""
         try:
             yield from self.beat(deadline)
-            query = f"?epoch={self.numbers.epoch}"
+            query = f"?epoch={self.numbers.epoch}&generation={self.generation}"
             request = _request("DELETE", self._path() + query)
             yield from deliver_json(request, deadline)
         except PsError as e:
@@ -158,12 +167,13 @@ class Membership:
         with self._lock:
             epoch, timeline = self.numbers.epoch, self.timeline
             body: dict[str, Any] = {"epoch": epoch, "clock": self.clock, "since": self.since, "timeline": timeline}
+            body["generation"] = self.generation
         state, points = self.reports.fresh_state(self.worker), self.reports.take()
         try:
             doc = yield from self._beat(body, document(state, points), deadline)
         except BaseException as e:  # also if this task is cancelled: the last heartbeat, on leaving, sends the points
             self.reports.put_back(points)
-            if not isinstance(e, PsError) or not self._follows(e):
+            if not isinstance(e, PsError) or not self._follows(e, asked=True):
                 if isinstance(e, RequestError | AuthError) and self.status == "paused":
                     self.status = "active"  # no heartbeat will say so: the call that waits meets the refusal itself
                 raise
@@ -209,11 +219,11 @@ class Membership:
         """Send metrics now, after those that are queued for the next heartbeat."""
         values, timeline, kept = numbers_of(metrics), self.timeline, self.reports.take()
         try:
-            yield from self.reports.pass_on(self.model, self.worker, kept, deadline)
+            yield from self.reports.pass_on(self.model, self.worker, self.generation, kept, deadline)
         finally:
             self.reports.put_back(kept)
         if values:
-            yield from send(self.model, self.worker, (timeline, self.clock, values), deadline)
+            yield from send(self.model, self.worker, self.generation, (timeline, self.clock, values), deadline)
 
     def ask(
         self,
@@ -233,21 +243,26 @@ class Membership:
         """
         now = clock()
         ends = now + wait_s + self.silence_s if until is None else max(now, until.at) + ANSWER_S
-        request = _request("POST", path, {"worker": self.worker, "epoch": epoch, **body, "wait_s": wait_s}, wait_s)
+        who = {"worker": self.worker, "epoch": epoch, "generation": self.generation}
+        request = _request("POST", path, {**who, **body, "wait_s": wait_s}, wait_s)
         try:
             doc = yield from deliver_json(request, Deadline(ends, clock))
         except PsError as e:
-            if not self._follows(e):
+            if not self._follows(e, asked=True):
                 raise
             yield from self._follow(e, epoch, timeline, Deadline(ends, clock))
             return None
         self._adopt(doc)
         return doc
 
-    def _follows(self, error: PsError) -> bool:
-        """Whether `_follow` handles this error."""
+    def _follows(self, error: PsError, *, asked: bool = False) -> bool:
+        """Whether `_follow` handles this error; `asked`: of the scheduler.
+
+        Shards say `model_replaced` of values or of a gradient, whose sender is to hear of it.
+        """
         # A model that was deleted and created again does not know its former workers: they have never joined it.
-        return error.code in ("rolled_back", "fenced", "unknown_worker", "reserved_worker")
+        codes = ("rolled_back", "fenced", "unknown_worker", "reserved_worker")
+        return error.code in codes or (asked and error.code == "model_replaced")
 
     def _follow(self, error: PsError, epoch: int, timeline: int, deadline: Deadline) -> Call[None]:
         """Adopt a rollback, or join again, unless another call of this session has already done so.
@@ -275,7 +290,8 @@ class Membership:
         with self._lock:
             if self.numbers.epoch != epoch:
                 return
-            if int(error.members.get("epoch") or 0) > epoch and not self._join_in_doubt and not self._joining.taken:
+            taken = int(error.members.get("epoch") or 0) > (0 if error.code == "model_replaced" else epoch)
+            if taken and not self._join_in_doubt and not self._joining.taken:
                 self.replaced, self.status = True, "stop"
         if not self.replaced:
             log.warning("worker.lost worker=%s epoch=%d reason=%s: joining again", self.worker, epoch, error.code)

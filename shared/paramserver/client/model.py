@@ -158,7 +158,8 @@ class Model(ModelBase):
         others = {"evaluate_every": evaluate_every, "checkpoint": checkpoint}
         patch = patch_document(optimizer, consistency, params, others, fields)
         client = self._client
-        client.run(control.patch_model(client.cluster, self.name, patch, client.deadline(timeout)))
+        deadline = client.deadline(timeout)
+        client.run(control.patch_model(client.cluster, self.name, self._generation, patch, deadline))
 
     def assign(self, values: Mapping[str, Any], *, timeout: float | None = None) -> None:
         """Set parameters to new values, each of its parameter's shape; optimizer state is kept.
@@ -172,8 +173,13 @@ class Model(ModelBase):
         return dict(self._client.run(control.fetch(model_path(self.name), self._client.deadline(timeout))))
 
     def delete(self, *, timeout: float | None = None) -> None:
-        """Delete the model with its values; checkpoints on disk are kept."""
-        self._client.run(control.delete_model(self._client.cluster, self.name, self._client.deadline(timeout)))
+        """Delete the model with its values; checkpoints on disk are kept.
+
+        Raises FencedError (`model_replaced`) if this object made the model, or pulled from it or pushed to it, and it
+        was deleted and created again since.  So do `set`, `save` and `restore`.
+        """
+        client, deadline = self._client, self._client.deadline(timeout)
+        client.run(control.delete_model(client.cluster, self.name, self._generation, deadline))
 
     def checkpoint(
         self, path: str | os.PathLike[str], *, overwrite: bool = False, timeout: float | None = None
@@ -287,5 +293,5 @@ class Model(ModelBase):
         Raises NotFoundError (`unknown_checkpoint`), ConflictError (`model_exists`).
         """
         restoring = self._restore(checkpoint, as_, partitions, timeout, exist_ok=exist_ok)
-        restored = self._client.run(restoring)
-        return self if restored == self.name else self._client.model(restored)
+        name, generation = self._client.run(restoring)
+        return self if name == self.name else Model(self._client, name, generation=generation)

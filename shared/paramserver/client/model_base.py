@@ -24,9 +24,12 @@ class ModelBase:
 
     _client: ClientBase
 
-    def __init__(self, client: ClientBase, name: str, codec: str | None = None) -> None:
+    def __init__(self, client: ClientBase, name: str, codec: str | None = None, generation: int | None = None) -> None:
         self._client = client
         self.name = check_model_name(name)
+        self._generation = generation
+        """Which creation of the model it stands for: the one that was made with it, or that it first pulled from or
+        pushed to; None: none yet.  Requests that change or delete the model name it, as a later one is not meant."""
         self._encoding = NO_ENCODING.of_call(codec=codec)
 
     def __repr__(self) -> str:
@@ -39,8 +42,13 @@ class ModelBase:
         client, deadline = self._client, self._client.deadline(timeout, wait_s)
         transfer.check_view(out, not copy)
         if copy:
-            return transfer.pull(client.cluster, self.name, deadline, out=out, wait_s=wait_s, **options)
-        return client.shared.pull(self.name, deadline, wait_s=wait_s, **options)
+            pulling = transfer.pull(client.cluster, self.name, deadline, out=out, wait_s=wait_s, **options)
+        else:
+            pulling = client.shared.pull(self.name, deadline, wait_s=wait_s, **options)
+        values = yield from pulling
+        if self._generation is None:
+            self._generation = values.origin.generation
+        return values
 
     def _numbered(
         self,
@@ -60,7 +68,10 @@ class ModelBase:
         push_id = yield from numbers.take(deadline)
         try:
             sending = send(client.cluster, self.name, deadline, grads, PushTerms(push_id, **terms), encoding=encoding)
-            return (yield from sending)
+            done = yield from sending
+            if self._generation is None:
+                self._generation = client.cluster.generation(self.name)
+            return done
         except PsError as e:
             if isinstance(e, InDoubt):  # the next call pushes under another number
                 raise e.plus(retryable=False) from e
@@ -81,14 +92,18 @@ class ModelBase:
 
     def _restore(
         self, checkpoint: str, into: str | None, partitions: int | None, timeout: float | None, *, exist_ok: bool
-    ) -> Call[str]:
-        """See `Model.restore`; return the restored model's name."""
+    ) -> Call[tuple[str, int]]:
+        """See `Model.restore`; return the restored model's name and generation."""
         target = self.name if into is None else check_model_name(into)
         body = {"checkpoint": checkpoint, "as": target, "partitions": partitions, "exist_ok": exist_ok}
-        yield from self._post_once("restore", body, timeout)
+        doc = yield from self._post_once("restore", body, timeout)
         self._client.cluster.forget(target)  # the model may be another one than that of the name before
-        return target
+        generation = int(doc["generation"])
+        if target == self.name:
+            self._generation = generation
+        return target, generation
 
     def _post_once(self, noun: str, body: Any, timeout: float | None) -> Call[Any]:
         """See `control.post_unrepeatable`."""
-        return control.post_unrepeatable(model_path(self.name, noun), body, self._client.deadline(timeout))
+        path = control.of_creation(model_path(self.name, noun), self._generation)
+        return control.post_unrepeatable(path, body, self._client.deadline(timeout))

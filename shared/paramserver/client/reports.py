@@ -62,14 +62,16 @@ class Reports:
         with self._lock:
             self._points[:0] = self._current(points)
 
-    def pass_on(self, model: str, worker: str, points: list[MetricPoint], deadline: Deadline) -> Call[None]:
+    def pass_on(
+        self, model: str, worker: str, generation: int, points: list[MetricPoint], deadline: Deadline
+    ) -> Call[None]:
         """Send `points`, oldest first, outside a heartbeat; sent and refused points are removed from the list.
 
         A refusal is only logged, because the code that reported the metrics no longer waits for an answer.
         """
         while points:
             try:
-                yield from send(model, worker, points[0], deadline)
+                yield from send(model, worker, generation, points[0], deadline)
             except PsError as e:
                 if not refused(e):
                     raise
@@ -162,8 +164,9 @@ def document(state: bytes | None, points: list[MetricPoint]) -> dict[str, Any]:
     return fields
 
 
-def send(model: str, worker: str, point: MetricPoint, deadline: Deadline) -> Call[None]:
+def send(model: str, worker: str, generation: int, point: MetricPoint, deadline: Deadline) -> Call[None]:
     """Send the metrics of one clock."""
     timeline, clock, values = point
     body = {"metrics": in_json(values), "worker": worker, "clock": clock, "timeline": timeline}
+    body["generation"] = generation
     yield from deliver_json(json_request("POST", model_path(model, "metrics"), body, timeout_s=ATTEMPT_S), deadline)

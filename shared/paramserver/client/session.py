@@ -11,7 +11,7 @@ from typing import Any, Final, TypeVar
 from paramserver import limits
 from paramserver.client import transfer
 from paramserver.client.arrays import Params
-from paramserver.client.cluster import Cluster
+from paramserver.client.cluster import Cluster, ModelMap
 from paramserver.client.encoding import Encoding, Feedback
 from paramserver.client.frames import OwnBase, PushTerms
 from paramserver.client.gradients import Grads
@@ -82,6 +82,7 @@ class Session(Membership):
         if names is not None or ranges is not None:
             names, ranges = listed(names, ranges)
         while True:
+            yield from self._joined_map(deadline)
             epoch, timeline = self.numbers.epoch, self.timeline
             clock = self._min_clock if self.mode == "sync" else 0
             waits = bool(min_version) or clock > 0
@@ -112,6 +113,17 @@ class Session(Membership):
             if record:
                 self.record_pulled(p, epoch, timeline)
             return p.frozen() if view else p
+
+    def _joined_map(self, deadline: Deadline) -> Call[ModelMap]:
+        """Return the model's map; if it is of another creation than this worker has joined, join that one first.
+
+        There, this worker's id and epoch may be another one's, and its timeline and clock mean nothing.
+        """
+        model_map = yield from self.cluster.map_of(self.model, deadline)
+        if model_map.generation != self.generation:
+            yield from self.beat(deadline)  # not at once: a join would fence a worker that has this id there
+            model_map = yield from self.cluster.fetch_map(self.model, deadline)
+        return model_map
 
     def _while_current(self, call: Call[T], epoch: int, timeline: int) -> Call[T]:
         """Perform a call under this epoch and timeline; once the heartbeat has others, its next pause ends it.
@@ -190,7 +202,7 @@ class Session(Membership):
         if self.mode != "sync" or not self._ending.taken or last:  # else it is refused below, without another request
             yield from self.rejoin_if_torn(deadline)
         self._check_open(last)
-        model_map = yield from self.cluster.map_of(self.model, deadline)
+        model_map = yield from self._joined_map(deadline)
         if streamed and model_map.spec.optimizer.clip_norm is not None:
             detail = f"'{self.model}' clips by the norm of the whole gradient, which is not known before its end"
             raise problem("invalid_field", detail, hint="push it whole: worker.push(grads)")
@@ -198,7 +210,7 @@ class Session(Membership):
             push_id = yield from self.numbers.take(deadline)
             # Meanwhile the heartbeat may have followed a rollback, or another thread reported the iteration.
             with self._lock:
-                timeline, clock = self.timeline, self.clock
+                timeline, clock, generation = self.timeline, self.clock, self.generation
                 try:
                     self._check_open(last)
                 except PsError:
@@ -206,7 +218,8 @@ class Session(Membership):
                     raise
             if not self._is_obsolete(push_id.epoch, timeline, model_map.generation):
                 chosen = base if base is not None else self._base
-                return model_map.layout, PushTerms(push_id, clock, weight, ack, timeline, chosen, commit_wait_s)
+                terms = PushTerms(push_id, clock, weight, ack, timeline, chosen, commit_wait_s, generation)
+                return model_map.layout, terms
             self.numbers.settle(push_id)
         log.warning(
             "push.dropped worker=%s reason=computed from obsolete values: "
@@ -284,6 +297,7 @@ class Session(Membership):
             return
         log.warning("push.taken_back worker=%s clock=%d reason=not all shards have it", self.worker, self.clock)
         clock, timeline = self.clock, self.timeline
+        yield from self.beat(deadline)  # if the model was created again, another worker may have this id there
         yield from self._join_again(epoch, deadline)
         with self._lock:
             self.pushed = NOTHING

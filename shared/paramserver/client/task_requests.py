@@ -64,14 +64,14 @@ class TaskRequests:
     def done(self, task: Task, deadline: Deadline, metrics: Mapping[str, float] | None = None) -> Call[None]:
         """Report a task as done."""
         s = self._session
-        body: dict[str, Any] = {"worker": s.worker, "epoch": s.numbers.epoch}
+        body: dict[str, Any] = {"worker": s.worker, "epoch": s.numbers.epoch, "generation": s.generation}
         if metrics:
             body["metrics"] = in_json(metrics)
         path = model_path(s.model, "tasks", task.id, "done")
         try:
             yield from deliver_json(json_request("POST", path, body, timeout_s=ATTEMPT_S), deadline)
         except PsError as e:
-            if e.code not in ("fenced", "unknown_worker", "unknown_task"):
+            if e.code not in ("fenced", "model_replaced", "unknown_worker", "unknown_task"):
                 raise
             deleted = e.code == "unknown_task"
             what = "its dataset was deleted" if deleted else "it will be processed again"

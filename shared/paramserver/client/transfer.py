@@ -296,8 +296,10 @@ def _based(terms: PushTerms, model_map: ModelMap) -> PushTerms:
     """Check weight, ack and base; return the terms with base versions per partition if `base` is a pull.
 
     Raises RequestError (`invalid_field`) if one is invalid, and FencedError (`model_replaced`) if `base` was pulled
-    from an earlier creation of the model.
+    from an earlier creation of the model, or the worker has joined an earlier one.
     """
+    if terms.generation not in (None, model_map.generation):
+        raise _replaced(model_map, "this worker had joined")
     weight, base = terms.weight, terms.base
     if type(weight) is not float:
         weight = plain(weight)
@@ -315,13 +317,17 @@ def _based(terms: PushTerms, model_map: ModelMap) -> PushTerms:
     if origin.model != model_map.name:
         raise problem("invalid_field", f"base was pulled from '{origin.model}', the push is to '{model_map.name}'")
     if origin.generation != model_map.generation:
-        raise problem(
-            "model_replaced",
-            f"model '{model_map.name}' was deleted and created again after `base` was pulled",
-            hint="pull again and compute the gradient from these values",
-            generation=model_map.generation,
-        )
+        raise _replaced(model_map, "`base` was pulled")
     return replace(terms, base=origin.versions)
+
+
+def _replaced(model_map: ModelMap, since: str) -> PsError:
+    return problem(
+        "model_replaced",
+        f"model '{model_map.name}' was deleted and created again after {since}",
+        hint="pull again and compute the gradient from these values",
+        generation=model_map.generation,
+    )
 
 
 def check_view(out: Params | None, view: bool) -> None:

@@ -315,6 +315,7 @@ class ParameterServerOptimizer(torch.optim.Optimizer):
         if model_map.generation != self._generation:
             check_fit(self._params, model_map)
             self._allocate_values(model_map)
+            self._model = Model(self._client, self._model.name)  # the one there was stands for an earlier creation
         return model_map
 
     def _allocate_values(self, model_map: ModelMap) -> None:

@@ -33,7 +33,7 @@ class CheckpointDesk:
         self.runs = runs
 
     def request(self, e: RequestCheckpoint, now: float) -> None:
-        model = self.c.model(e.model)
+        model = self.c.model(e.model, e.generation)
         if e.name is not None and not is_name(e.name):
             raise problem("invalid_field", f"name: {e.name!r:.80} is not allowed for a checkpoint", where="name")
         if e.name in ALIASES:

@@ -37,6 +37,7 @@ class Cluster:
     """Random, of the cluster's first start: tells its shards from those of another at the same addresses."""
     map_epoch: int = 0
     generations: int = 0
+    """The last one given out; that of the first model is the Unix time of the first start in milliseconds, plus 1."""
     run_count: int = 0
     member_count: int = 0
     shards: dict[str, Shard] = field(default_factory=dict)
@@ -298,21 +299,25 @@ class Cluster:
 
     # --- lookups ---
 
-    def model(self, name: Any) -> Model:
-        """Return the model of that name; raises NotFoundError (`unknown_model`)."""
+    def model(self, name: Any, generation: int | None = None) -> Model:
+        """Return the model of that name, and of that generation if one is given.
+
+        Raises NotFoundError (`unknown_model`), or FencedError (`model_replaced`) if it is another creation.
+        """
         model = self.models.get(name) if isinstance(name, str) else None
         if model is None:
             found = near(name, self.models) if isinstance(name, str) else None
             hint = f"did you mean '{found}'?" if found else "create it, or look for its name in the list of models"
             raise problem("unknown_model", f"no model {name!r:.80}", hint=hint)
+        if generation not in (None, model.generation):
+            detail = f"model '{model.name}' was deleted and created again"
+            hint = "the present one is meant without a generation, in Python by a new handle: client.model()"
+            raise problem("model_replaced", detail, hint=hint, generation=model.generation)
         return model
 
     def created(self, key: ModelKey) -> Model:
-        """Return that creation of a model; raises like `model`, or FencedError (`model_replaced`) if it is another."""
-        model = self.model(key.name)
-        if model.key != key:
-            raise problem("model_replaced", f"model '{key.name}' was deleted and created again")
-        return model
+        """Return that creation of a model; raises like `model`."""
+        return self.model(key.name, key.generation)
 
     def run(self, id_: Any) -> Run:
         """Return the run of that id; raises NotFoundError (`unknown_run`)."""

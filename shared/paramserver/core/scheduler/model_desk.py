@@ -161,7 +161,7 @@ class ModelDesk:
             model.creators.remove(w)
 
     def patch(self, e: PatchModel, now: float) -> None:
-        model = self.c.model(e.model)
+        model = self.c.model(e.model, e.generation)
         with validating():
             spec = model.spec.patched(e.patch)
         if spec != model.spec:
@@ -196,7 +196,7 @@ class ModelDesk:
         self.c.answer(e.request, self.c.public(model))
 
     def delete(self, e: DeleteModel, now: float) -> None:
-        model = self.c.model(e.model)
+        model = self.c.model(e.model, e.generation)
         if e.upload_token not in (None, model.upload_token):
             raise problem("upload_in_progress", f"model '{model.name}' is complete, or another client is uploading it")
         self.remove(model, problem("unknown_model", f"model '{model.name}' was deleted"), now)
@@ -291,7 +291,7 @@ class ModelDesk:
     # --- restores ---
 
     def start_restore(self, e: StartRestore, now: float) -> None:
-        model = self.c.model(e.model)
+        model = self.c.model(e.model, e.generation)
         if model.restoring:
             raise problem("conflict", f"model '{model.name}' is already being restored")
         if model.checkpoints.reading_current:

@@ -38,6 +38,8 @@ class PatchModel(Struct, frozen=True):
     request: int
     model: str
     patch: Any
+    generation: int | None = None
+    """If given, only this creation is meant, as in the other events with it: of another one, 409 `model_replaced`."""
 
 
 class DeleteModel(Struct, frozen=True):
@@ -47,6 +49,7 @@ class DeleteModel(Struct, frozen=True):
     model: str
     upload_token: str | None = None
     """If given, the model is deleted only while the upload of its first values has this token."""
+    generation: int | None = None
 
 
 class ParameterUploaded(Struct, frozen=True):
@@ -91,6 +94,7 @@ class StartRestore(Struct, frozen=True):
     model: str
     sizes: Mapping[str, int] = {}
     """Worker name -> `size_of` the state that the restore brings it; refused at once if they do not fit (413)."""
+    generation: int | None = None
 
 
 class RestoreFinished(Struct, frozen=True):
@@ -134,6 +138,7 @@ class RequestCheckpoint(Struct, frozen=True):
     request: int
     model: str
     name: str | None = None
+    generation: int | None = None
 
 
 class DeleteCheckpoint(Struct, frozen=True):

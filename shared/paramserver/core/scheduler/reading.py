@@ -88,9 +88,9 @@ class Reading:
         """The `partitions` of the full document."""
         return self._c.model(name).partition_lines()
 
-    def key(self, name: str) -> ModelKey:
-        """The present creation of a model."""
-        return self._c.model(name).key
+    def key(self, name: str, generation: int | None = None) -> ModelKey:
+        """The present creation of a model; raises FencedError (`model_replaced`) if another one is given."""
+        return self._c.model(name, generation).key
 
     def spec(self, key: ModelKey) -> ModelSpec:
         """The settings of that creation of a model; raises FencedError (`model_replaced`) if there is a later one."""

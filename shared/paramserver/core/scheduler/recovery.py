@@ -24,7 +24,8 @@ HINT: Final = "start the version that wrote it, which still can; docs/operations
 def restore(documents: Mapping[str, Mapping[str, Any]], now: float, term: int, unix_s: float, new_id: str) -> Cluster:
     """Rebuild the cluster from these fields of `ps:state`; everyone who was alive gets one full lease.
 
-    `new_id` becomes the id of a cluster that has none yet.
+    `new_id` becomes the id of a cluster that has none yet.  One that begins with nothing stored numbers its models'
+    generations from the present time on: what is left of an earlier cluster, here or at a client, has lower ones.
     Raises CorruptState (`corrupt_state`) for fields that this version does not know or cannot read.
     """
     groups: dict[str, dict[str, Mapping[str, Any]]] = {k: {} for k in KINDS}
@@ -36,6 +37,8 @@ def restore(documents: Mapping[str, Mapping[str, Any]], now: float, term: int, u
     c = Cluster(term, unix_s - now)
     try:
         _fill(c, groups, now, new_id)
+        if not documents:
+            c.generations = int(unix_s * 1000)
     except (KeyError, TypeError, ValueError, AttributeError, IndexError) as e:
         raise problem("corrupt_state", f"the stored state cannot be read: {type(e).__name__}: {e}", hint=HINT) from e
     return c

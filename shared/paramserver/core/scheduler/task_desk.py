@@ -90,7 +90,7 @@ class TaskDesk:
         self.c.answer(e.request, None, 204)
 
     def lease(self, e: LeaseTask, now: float) -> None:
-        model = self.c.model(e.model)
+        model = self.workers.joined_model(e)
         if e.dataset != EVALUATE and e.dataset not in model.datasets:
             raise _unknown(model, e.dataset)
         worker = self.workers.renew_lease(model, e.worker, e.epoch, now)
@@ -131,7 +131,7 @@ class TaskDesk:
         return task
 
     def task_done(self, e: TaskDone, now: float) -> None:
-        model = self.c.model(e.model)
+        model = self.workers.joined_model(e)
         with validating():
             metrics = check_metrics(e.metrics)
             name, numbers = parse_task(e.task)

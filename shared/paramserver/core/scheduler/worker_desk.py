@@ -14,9 +14,11 @@ from paramserver.core.scheduler.io import (
     ClockStaged,
     DrainWorker,
     JoinWorker,
+    LeaseTask,
     LeaveWorker,
     ReportClock,
     ReportMetrics,
+    TaskDone,
     WorkerHeartbeat,
 )
 from paramserver.core.scheduler.membership import JOIN_FIRST, Worker, expired
@@ -25,7 +27,7 @@ from paramserver.core.scheduler.run_desk import RunDesk
 from paramserver.core.scheduler.series import check_metrics, check_points
 from paramserver.core.scheduler.waiter import Waiter, not_a_member
 from paramserver.core.settings import model_settings_document
-from paramserver.errors import PsError, problem, validating
+from paramserver.errors import FencedError, PsError, problem, validating
 
 COMMITS_PER_EVENT: Final = 64
 RANK_MAX: Final = (1 << 31) - 1
@@ -126,8 +128,21 @@ class WorkerDesk:
             )
         return (name if whole else f"{model.name}/{name}"), count
 
+    def joined_model(self, e: WorkerHeartbeat | LeaveWorker | ReportClock | LeaseTask | TaskDone) -> Model:
+        """Return the model that the worker has joined; raises like `Cluster.model`.
+
+        If it was created again, the error names the epoch of the worker that has joined under this id since, if any.
+        """
+        try:
+            return self.c.model(e.model, e.generation)
+        except FencedError as error:
+            other = self.c.models[e.model].roster.workers.get(e.worker)
+            if other is None or not other.epoch:  # it has never joined
+                raise
+            raise error.plus(epoch=other.epoch) from error
+
     def leave(self, e: LeaveWorker, now: float) -> None:
-        model = self.c.model(e.model)
+        model = self.joined_model(e)
         worker = model.roster.workers.get(e.worker)
         if worker is None:
             raise problem("unknown_worker", f"worker {e.worker!r:.140} has not joined", hint=JOIN_FIRST)
@@ -182,7 +197,7 @@ class WorkerDesk:
     # --- reports ---
 
     def heartbeat(self, e: WorkerHeartbeat, now: float) -> None:
-        model = self.c.model(e.model)
+        model = self.joined_model(e)
         worker = self.renew_lease(model, e.worker, e.epoch, now)  # it is alive, even if the rest is invalid
         with validating():
             points = check_points(e.metrics)
@@ -256,7 +271,7 @@ class WorkerDesk:
             metrics = check_metrics(e.metrics)
         if e.clock is not None:
             _count(e.clock, "clock")
-        if e.timeline not in (None, model.timeline):
+        if e.generation not in (None, model.generation) or e.timeline not in (None, model.timeline):
             metrics = {}  # of values that may be gone
         name = e.worker if e.worker in model.roster.workers else ""
         worker = model.roster.workers.get(name)
@@ -274,7 +289,7 @@ class WorkerDesk:
         return added
 
     def clock(self, e: ReportClock, now: float) -> None:
-        model = self.c.model(e.model)
+        model = self.joined_model(e)
         worker = self.renew_lease(model, e.worker, e.epoch, now)
         self._check_timeline(model, worker, e.timeline)
         if len(model.clock_waiters) >= limits.WAITERS_MAX:

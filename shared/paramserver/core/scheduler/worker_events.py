@@ -51,6 +51,9 @@ class WorkerHeartbeat(Struct, frozen=True):
     """Anything the worker wants kept with checkpoints (its iterator, its random state); None: unchanged."""
     since: int | None = None
     """As in `ReportClock`."""
+    generation: int | None = None
+    """That of the answer to its join, as in a worker's other requests: if it is not the model's, 409 `model_replaced`,
+    whose member `epoch` is that of another worker who has joined under this id, if any.  None: a plain client."""
 
 
 class LeaveWorker(Struct, frozen=True):
@@ -60,6 +63,7 @@ class LeaveWorker(Struct, frozen=True):
     model: str
     worker: str
     epoch: int | None = None
+    generation: int | None = None
 
 
 class DrainWorker(Struct, frozen=True):
@@ -111,6 +115,7 @@ class ReportClock(Struct, frozen=True):
     wait_s: float = 0.0
     since: int | None = None
     """The worker has skipped no clock from this one up to `clock`; None: from where it was last told to go on."""
+    generation: int | None = None
 
 
 class ReportMetrics(Struct, frozen=True):
@@ -123,6 +128,8 @@ class ReportMetrics(Struct, frozen=True):
     clock: int | None = None
     timeline: int | None = None
     """The one that they were measured in; they do not count in another.  None: the model's."""
+    generation: int | None = None
+    """Likewise."""
 
 
 class RegisterDataset(Struct, frozen=True):
@@ -169,6 +176,7 @@ class LeaseTask(Struct, frozen=True):
     wait_s: float = 0.0
     holding: Sequence[str] | None = None
     """Ids of the dataset's tasks that it still works on; its other leases are freed.  None: it keeps all leases."""
+    generation: int | None = None
 
 
 class TaskDone(Struct, frozen=True):
@@ -183,6 +191,7 @@ class TaskDone(Struct, frozen=True):
     epoch: int
     task: str
     metrics: Json = field(default_factory=dict)
+    generation: int | None = None
 
 
 class RequestEvaluation(Struct, frozen=True):
