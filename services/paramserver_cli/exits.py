@@ -37,6 +37,9 @@ HINTS: Final[Mapping[str, str]] = {
     "look before you repeat it, and give it a longer timeout": (
         "look before you repeat it; PARAMSERVER_TIMEOUT_S=300 gives it five minutes"
     ),
+    "it may be being written still: look with model.checkpoints(), or give it a longer timeout=": (
+        "it may be being written still: psctl checkpoint list shows it; PARAMSERVER_TIMEOUT_S=300 gives it five minutes"
+    ),
     "stop it first": "psctl run stop ends it; psctl run list shows the runs",
     "create it, or look for its name in the list of models": "psctl models lists them, psctl create makes one",
     "choose another name, change the model's settings, or delete it first": (

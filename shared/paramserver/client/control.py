@@ -209,6 +209,16 @@ def post_unrepeatable(path: str, body: Any, deadline: Deadline) -> Call[Any]:
         yield backoff.pause(result)
 
 
+def save_checkpoint(model: str, name: str | None, deadline: Deadline) -> Call[dict[str, Any]]:
+    """Have the cluster write a checkpoint; return its document.  Raises like `post_unrepeatable`."""
+    try:
+        body = {} if name is None else {"name": name}
+        return dict((yield from post_unrepeatable(model_path(model, "checkpoints"), body, deadline)))
+    except InDoubt as e:
+        hint = "it may be being written still: look with model.checkpoints(), or give it a longer timeout="
+        raise problem(e.code, e.detail, hint=hint, retryable=False, **e.members) from None
+
+
 def listed(path: str, deadline: Deadline) -> Call[list[Any]]:
     """Return all items of a paginated list."""
     items: list[Any] = []

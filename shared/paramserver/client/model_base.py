@@ -85,10 +85,6 @@ class ModelBase:
         """See `Model.restore`; return the restored model's name."""
         target = self.name if into is None else check_model_name(into)
         body = {"checkpoint": checkpoint, "as": target, "partitions": partitions, "exist_ok": exist_ok}
-        yield from self._post_once("restore", body, timeout)
+        yield from control.post_unrepeatable(model_path(self.name, "restore"), body, self._client.deadline(timeout))
         self._client.cluster.forget(target)  # the model may be another one than that of the name before
         return target
-
-    def _post_once(self, noun: str, body: Any, timeout: float | None) -> Call[Any]:
-        """See `control.post_unrepeatable`."""
-        return control.post_unrepeatable(model_path(self.name, noun), body, self._client.deadline(timeout))
