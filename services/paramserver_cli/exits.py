@@ -34,7 +34,7 @@ HINTS: Final[Mapping[str, str]] = {
     "a longer timeout=, or model.save() on the server": "PARAMSERVER_TIMEOUT_S=300 gives it five minutes",
     "try again, with a longer timeout": "again, with PARAMSERVER_TIMEOUT_S=300, it has five minutes",
     "again, with a longer timeout=": "again, with PARAMSERVER_TIMEOUT_S=300, it has five minutes",
-    "look before you repeat it, and give it a longer timeout": (
+    "look before you repeat it, and give it a longer timeout=": (
         "look before you repeat it; PARAMSERVER_TIMEOUT_S=300 gives it five minutes"
     ),
     "it may be being written still: look with model.checkpoints(), or give it a longer timeout=": (
