@@ -34,8 +34,11 @@ HINTS: Final[Mapping[str, str]] = {
     "a longer timeout=, or model.save() on the server": "PARAMSERVER_TIMEOUT_S=300 gives it five minutes",
     "try again, with a longer timeout": "again, with PARAMSERVER_TIMEOUT_S=300, it has five minutes",
     "again, with a longer timeout=": "again, with PARAMSERVER_TIMEOUT_S=300, it has five minutes",
-    "look before you repeat it, and give it a longer timeout": (
+    "look before you repeat it, and give it a longer timeout=": (
         "look before you repeat it; PARAMSERVER_TIMEOUT_S=300 gives it five minutes"
+    ),
+    "it may be being written still: look with model.checkpoints(), or give it a longer timeout=": (
+        "it may be being written still: psctl checkpoint list shows it; PARAMSERVER_TIMEOUT_S=300 gives it five minutes"
     ),
     "stop it first": "psctl run stop ends it; psctl run list shows the runs",
     "create it, or look for its name in the list of models": "psctl models lists them, psctl create makes one",
@@ -53,13 +56,13 @@ def one_line(error: PsError) -> str:
 
 
 def os_error_text(error: OSError) -> str:
-    """Return the message of an error about a file or folder, or about a full disk; empty for any other."""
+    """Return the message of an error about a file or folder, or a full disk or quota; empty for any other."""
     if error.filename is not None:
         return f"{error.filename}: {error.strerror}"
     if error.errno == errno.ENOENT:  # of `os.getcwd`; that of `tempfile` has a text of its own
         deleted = error.strerror == os.strerror(errno.ENOENT)
         return "the current folder has been deleted: change to another one" if deleted else str(error.strerror)
-    return str(error.strerror) if error.errno == errno.ENOSPC else ""
+    return str(error.strerror) if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG) else ""
 
 
 def code_of(error: PsError) -> int:
@@ -86,8 +89,12 @@ class Psctl(Group):
     """The outermost command: turns errors into a line on standard error and an exit code instead of a traceback."""
 
     def main(self, *args: Any, **options: Any) -> Any:
-        """Run psctl; what standard output has no characters for is printed as `?`."""
+        """Run psctl; what standard output has no characters for is printed as `?`, and what it cannot take is told."""
         if isinstance(sys.stdout, io.TextIOWrapper):
+            if isinstance(
+                sys.stdout.buffer, io.RawIOBase
+            ):  # by PYTHONUNBUFFERED: its writes end early without an error
+                sys.stdout = open(sys.stdout.fileno(), "w", encoding=sys.stdout.encoding, closefd=False)
             sys.stdout.reconfigure(errors="replace")
         return super().main(*args, **options)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations  # client classes are named, but not imported until used
 
-import io
 import json
 import re
 import sys
@@ -132,10 +131,9 @@ def pull(
     values = connect(url).model(model).pull([name], min_version=min_version, wait_s=wait_s)
     if name not in values:  # a file holds one array
         raise typer.BadParameter(f"'{name}' stands for {len(values)} parameters, name one of: {', '.join(values)}")
-    # Into memory first: NumPy bypasses the buffer of a real file, so bytes could reach a pipe out of order.
-    npy = io.BytesIO()
-    np.lib.format.write_array(npy, np.asarray(values[name]), version=(1, 0), allow_pickle=False)
-    sys.stdout.buffer.write(npy.getvalue())
+    array = np.asarray(values[name])
+    np.lib.format.write_array_header_1_0(sys.stdout.buffer, np.lib.format.header_data_from_array_1_0(array))
+    sys.stdout.buffer.write(array.data)  # not `write_array`: NumPy bypasses the buffer of a real file
     sys.stdout.buffer.flush()
 
 

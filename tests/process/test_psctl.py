@@ -61,6 +61,24 @@ def test_a_model_is_created_changed_and_pulled(shared_cluster: Cluster, tmp_path
     assert (early.returncode, early.stdout, "not yet at 7" in early.stderr) == (4, "", True), early.stderr
 
 
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_a_file_that_cannot_take_all_values_is_an_error(
+    shared_cluster: Cluster, tmp_path: Path, unbuffered: str
+) -> None:
+    """If standard output takes only some of what `pull` writes, that is said and the exit code is 1.
+
+    With PYTHONUNBUFFERED, as in containers, Python does not say so by itself.
+    """
+    with ps.connect(shared_cluster.url) as client:
+        client.create_model("psctl-large", {"w": np.zeros(1 << 20, np.float32)}, exist_ok=True)
+    env = os.environ | {"PARAMSERVER_URL": shared_cluster.url, "PYTHONUNBUFFERED": unbuffered}
+    limited = ["sh", "-c", 'ulimit -f 4000; exec "$@"', "sh", *PSCTL, "pull", "psctl-large", "w"]
+    with (tmp_path / "w.npy").open("wb") as out:
+        pulled = subprocess.run(limited, stdout=out, stderr=subprocess.PIPE, text=True, env=env, timeout=60)
+
+    assert (pulled.returncode, pulled.stderr) == (1, "psctl: File too large\n")
+
+
 def test_a_model_is_deleted_once_that_is_confirmed(shared_cluster: Cluster, tmp_path: Path) -> None:
     """`delete` asks before it deletes anything, and `--yes` is the answer; a model that is not there is an error."""
     (tmp_path / "spec.yaml").write_text(SPEC)

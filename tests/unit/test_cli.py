@@ -409,6 +409,7 @@ def test_running_clusters_are_those_whose_supervisor_holds_the_lock(tmp_path: Pa
     [
         (FileNotFoundError(errno.ENOENT, "No such file", "x/y"), "x/y: No such file"),
         (OSError(errno.ENOSPC, "No space left on device"), "No space left on device"),
+        (OSError(errno.EDQUOT, "Disk quota exceeded"), "Disk quota exceeded"),
         (OSError(errno.ENOENT, "No usable temporary directory"), "No usable temporary directory"),
         (OSError(errno.EBADF, "Bad file descriptor"), ""),
     ],

@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from paramserver.client.cluster import Cluster
 from paramserver.client.mapped_buffers import KEPT_MAX, PAGE_BYTES, MappedBuffers, Mappings, RemappableMemory, private
 from paramserver.client.same_host import Leased, SameHost, Slot
 from paramserver.limits import SHARED_LEASE_S
@@ -46,6 +47,46 @@ def test_the_mappings_kept_are_those_used_last(tmp_path: Path) -> None:
 
     assert all(mappings.of(pieces[i]) is made[i] for i in range(KEPT_MAX) if i != 1)
     assert mappings.of(pieces[1]) is not made[1]
+
+
+def is_mapped(path: str) -> bool:
+    """Whether the file, or the deleted one that had this path, is mapped into this process."""
+    return path in Path("/proc/self/maps").read_text(encoding="utf-8")
+
+
+def test_buffers_that_were_deleted_are_unmapped(tmp_path: Path) -> None:
+    """The next mapping, or `drop_deleted`, drops those with a buffer that its shard has deleted; arrays keep theirs."""
+    first, second, third = (file(tmp_path, name, PAGE_BYTES, 1.0) for name in ("b1", "b2", "b3"))
+    mappings = Mappings()
+    values = mappings.of([(first, PAGE_BYTES), (second, PAGE_BYTES)]).values()
+    mappings.of([(third, PAGE_BYTES)])
+    os.unlink(second)
+    mappings.drop_deleted()
+    assert is_mapped(second)
+    assert set(values.tolist()) == {1.0}
+    del values
+    assert (is_mapped(first), is_mapped(second), is_mapped(third)) == (False, False, True)
+
+    os.unlink(third)
+    mappings.of([(first, PAGE_BYTES)])
+    assert (is_mapped(first), is_mapped(third)) == (True, False)
+
+
+def test_a_client_that_leaves_keeps_no_values_mapped(tmp_path: Path) -> None:
+    """A client that is closed unmaps all values; an array that is still in use keeps its own."""
+    for name in ("used", "unused"):
+        file(tmp_path, name)
+    cluster = Cluster(("http://127.0.0.1:1",))
+    values = [
+        cluster.same_host.hold([Leased(f"unix://{tmp_path}/requests", 5, ((0, name, PAGE_BYTES),))]).values()
+        for name in ("used", "unused")
+    ]
+    assert values.pop() is not None
+    list(cluster.leave())
+
+    assert (is_mapped(str(tmp_path / "used")), is_mapped(str(tmp_path / "unused"))) == (True, False)
+    values.clear()
+    assert not is_mapped(str(tmp_path / "used"))
 
 
 def test_memory_that_is_not_to_be_had_is_an_error(tmp_path: Path) -> None:

@@ -3,12 +3,15 @@
 from pathlib import Path
 
 import numpy as np
+import pytest
 from msgspec.structs import replace
 from tests.refusals import refused_with
 
 from paramserver.client.checkpointing import save
 from paramserver.client.cluster import Cluster
+from paramserver.client.control import save_checkpoint
 from paramserver.core.spec import ConsistencySpec
+from paramserver.errors import InDoubt, problem
 from paramserver.net.calls import Outcome, Request, Response
 from paramserver.wire.frame import encode_header
 from paramserver.wire.state import StateFrame
@@ -89,3 +92,14 @@ def test_values_are_read_again_if_sync_ends_meanwhile(cluster: Cluster, shards: 
     manifest = drive(save(cluster, "m", str(tmp_path / "c"), deadline(), overwrite=False), answer)
     assert manifest["spec"]["consistency"]["mode"] == "async"
     assert sorted(read) == [0, 0, 1, 1, 2, 2, 3, 3]
+
+
+def test_a_checkpoint_that_takes_longer_than_the_timeout_says_where_to_look() -> None:
+    """After a timeout the cluster may be writing the checkpoint still: the error says so, and is not retryable."""
+    silent = problem("in_doubt", "http://a:1 did not answer within 30 s")
+
+    with pytest.raises(InDoubt, match="did not answer within 30 s") as e:
+        drive(save_checkpoint("m", 1, "mine", deadline()), lambda _: silent)
+
+    assert "model.checkpoints()" in e.value.hint
+    assert not e.value.retryable

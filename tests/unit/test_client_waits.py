@@ -128,6 +128,19 @@ def test_a_node_that_cannot_be_reached_is_tried_again_soon() -> None:
     assert 1.5 < max(backoff.pause(loading).seconds for _ in range(500)) <= LONGEST_S
 
 
+@pytest.mark.parametrize("code", ["in_doubt", "unreachable"])
+def test_time_that_a_call_spent_before_its_request_is_told(code: str) -> None:
+    """If a push was encoded for most of its timeout, its error tells that besides the little time for an answer."""
+    now = Now()
+    backoff = Backoff(limit := Deadline.after(10.0, now))
+    now.s += 9.5
+    sent = limit.bound(Request("POST", "/push"))
+    now.s += sent.timeout_s
+    error = backoff.final(problem(code, f"no answer within {sent.timeout_s:.3g} s"))
+    assert (error.code, "timeout=" in error.hint) == (code, True)
+    assert error.detail == "no answer within 0.5 s; 9.5 s of the call's timeout of 10 s had passed before"
+
+
 def test_what_a_node_has_told_to_do_outlives_its_silence() -> None:
     """The hint of a node that has answered says more than one about its address, once that cannot be reached."""
     now, outcomes = Now(), [no("storage_unavailable", hint="free room in Redis")]

@@ -136,6 +136,17 @@ def test_what_was_read_of_a_model_that_left_sync_meanwhile_is_no_checkpoint() ->
     assert d.work == [io.RemoveCheckpoint("m", "mine", "1-2.0")]
 
 
+def test_a_name_in_use_is_refused_with_what_uses_it() -> None:
+    """A checkpoint under a name that another one has, or that is being written, is refused, and says which."""
+    d, _, asked, effect = reading_current()
+    with refused_with("conflict", match="'mine' is being written"):
+        d.ask(lambda n: io.RequestCheckpoint(n, "m", "mine"))
+    d.do(io.CheckpointWritten(effect.model, effect.name, 10, [2] * 4))
+    assert d.result(asked)["name"] == "mine"
+    with refused_with("conflict", match="'mine' exists"):
+        d.ask(lambda n: io.RequestCheckpoint(n, "m", "mine"))
+
+
 def test_nothing_is_restored_into_a_model_that_is_being_read() -> None:
     """A restore is refused while a checkpoint reads the current state, and accepted once it is written.
 

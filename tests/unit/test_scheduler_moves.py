@@ -256,11 +256,12 @@ def test_a_drain_is_refused_with_figures_when_the_others_lack_memory() -> None:
     d = Driver.with_model(**EIGHT, optimizer={"name": "adam"})
     drain(d, "s1")
     drain(d, "s1", "active")
-    d.beat("s0", memory={"limit_bytes": 1000, "used_bytes": 900})
+    needed = 4 * 8 * 4 * 3 * 2  # by the partitions of each shard
+    d.beat("s0", memory={"limit_bytes": 1000 + needed, "used_bytes": 900})
     with pytest.raises(ConflictError) as e:
         drain(d, "s1")
     assert e.value.code == "not_enough_memory"
-    assert e.value.members["needed_bytes"] == 4 * 8 * 4 * 3 * 2
+    assert e.value.members["needed_bytes"] == needed
     assert e.value.members["free_bytes"] == 100
     assert d.beat("s1") == "active"
     assert drain(d, "s1", epoch=d.shards["s1"])["state"] == "draining"
@@ -277,7 +278,7 @@ def test_a_second_drain_is_refused_if_both_together_lack_memory() -> None:
     d = Driver("s0", "s1", "s2", "s3")
     d.model(partitions=64, params={"w": {"shape": [64 * 1000]}})
     for s in d.shards:
-        d.beat(s, memory={"limit_bytes": 228_000, "used_bytes": 128_000})  # each has 64,000 of partitions
+        d.beat(s, memory={"limit_bytes": 328_000, "used_bytes": 100_000})  # each has 64,000 of partitions
     drain(d, "s3")
     with pytest.raises(ConflictError) as e:
         drain(d, "s2")
@@ -314,15 +315,20 @@ def test_what_a_target_still_loads_counts_as_a_move() -> None:
 def test_what_a_target_still_loads_counts_in_its_memory() -> None:
     """Between its release and its first report by the target, a partition holds the memory that it will need there."""
     d = two_models()
-    room = {"limit_bytes": 2 * COPIES * d.core._c.models["m"].held_bytes_of(0), "used_bytes": 0}
-    d.beat("s0", memory=room)
+    size = d.core._c.models["m"].held_bytes_of(0)
+
+    def with_room_for_two() -> None:
+        owned = (d.owners("m") + d.owners("n")).count("s0")
+        d.beat("s0", memory={"limit_bytes": COPIES * size * (owned + 2), "used_bytes": 0})
+
+    with_room_for_two()
     drain(d, "s1", epoch=d.shards["s1"])
     assert len(moving(d)) == 2 < limits.MOVES_AT_ONCE
     d.beat("s1")
     d.do(io.Tick())
     assert d.owners().count("s1") == 6
     assert not moving(d)
-    d.beat("s0", memory=room)  # it serves them, and they are in what it reports
+    with_room_for_two()  # beside those that it serves now
     assert len(moving(d)) == 2
 
 
@@ -408,7 +414,10 @@ def test_heartbeats_that_make_no_sense_are_refused() -> None:
 
 
 def test_a_model_that_the_shards_have_no_memory_for_is_refused_with_figures() -> None:
-    """A new model needs free memory for twice its values and optimizer state, beside models that are not served yet."""
+    """A new model needs free memory for twice its values and optimizer state, beside as much for each model there is.
+
+    It is the same before and after that is loaded: its optimizer's arrays are in no heartbeat before the first push.
+    """
     d = Driver("s0", "s1")
     needed = 64 * 4 * 3 * 2
 
@@ -430,7 +439,10 @@ def test_a_model_that_the_shards_have_no_memory_for_is_refused_with_figures() ->
     tell(needed // 2)
     assert create("m") in d.open
     assert code(d, create("n")) == "not_enough_memory"
-    tell(needed // 2)
+    tell(needed - 1)
+    assert d.core.read.model("m")["served"]
+    assert code(d, create("n")) == "not_enough_memory"
+    tell(needed)
     assert create("n") in d.open
 
 
@@ -444,8 +456,8 @@ def test_an_optimizer_that_the_shards_have_no_memory_for_is_refused_with_figures
         return d.send(lambda n: io.PatchModel(n, "m", {"optimizer": {"name": optimizer}}))
 
     def tell(free: int) -> None:
-        d.beat("s0", memory={"limit_bytes": 1000 + free, "used_bytes": 1000})
-        d.beat("s1", memory={"limit_bytes": 1000, "used_bytes": 1000})
+        for name, more in (("s0", free), ("s1", 0)):  # beside what the model itself takes
+            d.beat(name, memory={"limit_bytes": 1000 + needed + more, "used_bytes": 1000})
 
     tell(needed - 1)
     with pytest.raises(ConflictError) as e:

@@ -327,8 +327,7 @@ class AsyncModel(ModelBase):
 
     async def save(self, name: str | None = None, *, timeout: float | None = None) -> dict[str, Any]:
         """Have the cluster write a checkpoint below its own state directory; return its document."""
-        body = {} if name is None else {"name": name}
-        return dict(await self._client.run(self._post_once("checkpoints", body, timeout)))
+        return await self._client.run(self._save(name, timeout))
 
     async def checkpoints(self, *, timeout: float | None = None) -> list[dict[str, Any]]:
         """Return the checkpoints that the cluster keeps of this model."""

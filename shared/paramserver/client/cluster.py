@@ -182,6 +182,7 @@ class Cluster:
     def leave(self) -> Call[None]:
         """Return slots and leases to shards on this machine; those not returned expire by themselves."""
         self.lease_cache.drop()
+        self.same_host.unmap_values()
         give_back(self.same_host)
         slots = self.same_host.take_idle()
         requests = [Request("DELETE", f"/slots/{s.file}", to=s.address, timeout_s=LEAVE_S) for s in slots]

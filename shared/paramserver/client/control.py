@@ -216,6 +216,19 @@ def post_unrepeatable(path: str, body: Any, deadline: Deadline) -> Call[Any]:
         yield backoff.pause(result)
 
 
+def save_checkpoint(model: str, generation: int | None, name: str | None, deadline: Deadline) -> Call[dict[str, Any]]:
+    """Have the cluster write a checkpoint of that creation of a model; return its document.
+
+    Raises like `post_unrepeatable`.
+    """
+    path = of_creation(model_path(model, "checkpoints"), generation)
+    try:
+        return dict((yield from post_unrepeatable(path, {} if name is None else {"name": name}, deadline)))
+    except InDoubt as e:
+        hint = "it may be being written still: look with model.checkpoints(), or give it a longer timeout="
+        raise problem(e.code, e.detail, hint=hint, retryable=False, **e.members) from None
+
+
 def listed(path: str, deadline: Deadline) -> Call[list[Any]]:
     """Return all items of a paginated list."""
     items: list[Any] = []

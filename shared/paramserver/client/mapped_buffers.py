@@ -13,7 +13,7 @@ import sys
 import threading
 import weakref
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any, Final
 
@@ -188,16 +188,28 @@ class Mappings:
                 self._kept.move_to_end(key)
                 return found
         mapped = MappedBuffers(key)
+        self.drop_deleted()
         with self._lock:
             self._kept[key] = mapped
             while len(self._kept) > KEPT_MAX:
                 self._kept.popitem(last=False)
         return mapped
 
+    def drop_deleted(self) -> None:
+        """Drop the mappings of buffers that their shard has deleted: they come not again, and hold their memory."""
+        self._drop(lambda path: not os.path.exists(path))
+
     def forget(self, folder: str) -> None:
         """Drop all mappings with buffers of that folder."""
+        self._drop(lambda path: path.startswith(f"{folder}/"))
+
+    def clear(self) -> None:
+        """Drop all mappings."""
+        self._drop(lambda _: True)
+
+    def _drop(self, unwanted: Callable[[str], bool]) -> None:
         with self._lock:
-            for key in [key for key in self._kept if any(path.startswith(f"{folder}/") for path, _ in key)]:
+            for key in [key for key in self._kept if any(unwanted(path) for path, _ in key)]:
                 del self._kept[key]
 
 

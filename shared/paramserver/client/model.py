@@ -260,8 +260,7 @@ class Model(ModelBase):
 
         Raises ConflictError (`conflict`) while the name is in use; `delete_checkpoint` frees it.
         """
-        body = {} if name is None else {"name": name}
-        return dict(self._client.run(self._post_once("checkpoints", body, timeout)))
+        return self._client.run(self._save(name, timeout))
 
     def checkpoints(self, *, timeout: float | None = None) -> list[dict[str, Any]]:
         """Return the checkpoints of this model that the cluster keeps."""

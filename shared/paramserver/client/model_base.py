@@ -90,20 +90,20 @@ class ModelBase:
         """Send a POST that may be repeated."""
         return control.send("POST", model_path(self.name, noun), body, self._client.deadline(timeout))
 
+    def _save(self, name: str | None, timeout: float | None) -> Call[dict[str, Any]]:
+        """See `control.save_checkpoint`."""
+        return control.save_checkpoint(self.name, self._generation, name, self._client.deadline(timeout))
+
     def _restore(
         self, checkpoint: str, into: str | None, partitions: int | None, timeout: float | None, *, exist_ok: bool
     ) -> Call[tuple[str, int]]:
         """See `Model.restore`; return the restored model's name and generation."""
         target = self.name if into is None else check_model_name(into)
         body = {"checkpoint": checkpoint, "as": target, "partitions": partitions, "exist_ok": exist_ok}
-        doc = yield from self._post_once("restore", body, timeout)
+        path = control.of_creation(model_path(self.name, "restore"), self._generation)
+        doc = yield from control.post_unrepeatable(path, body, self._client.deadline(timeout))
         self._client.cluster.forget(target)  # the model may be another one than that of the name before
         generation = int(doc["generation"])
         if target == self.name:
             self._generation = generation
         return target, generation
-
-    def _post_once(self, noun: str, body: Any, timeout: float | None) -> Call[Any]:
-        """See `control.post_unrepeatable`."""
-        path = control.of_creation(model_path(self.name, noun), self._generation)
-        return control.post_unrepeatable(path, body, self._client.deadline(timeout))

@@ -165,9 +165,17 @@ class SameHost:
         self._shard(slot.address).slots.append(slot)
 
     def unmap_expired(self) -> None:
-        """Drop the idle slots that may have been taken back: while they are mapped here, their memory is not free."""
+        """Drop the idle slots that may have been taken back, and the mappings of values whose shard has deleted them.
+
+        While they are mapped here, their memory is not free.
+        """
         with self._lock:
             self._unmap_expired()
+        self._mappings.drop_deleted()
+
+    def unmap_values(self) -> None:
+        """Drop all mappings of values; what arrays are in use stays mapped as long as these."""
+        self._mappings.clear()
 
     def _unmap_expired(self) -> None:
         self._collect_dropped()
@@ -185,7 +193,8 @@ class SameHost:
 
     def hold(self, leased: Sequence[Leased]) -> "LeasedValues":
         """Combine leases into one object whose values are in the order of the partitions."""
-        self.unmap_expired()  # a client that only pulls does not ask for slots
+        with self._lock:
+            self._unmap_expired()  # a client that only pulls does not ask for slots
         for lease in leased:
             self._shard(lease.address)
         pieces = sorted(

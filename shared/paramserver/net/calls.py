@@ -108,6 +108,8 @@ class Deadline:
     clock: Clock = time.monotonic
     whole_s: float | None = None
     """The timeout that the caller gave, in seconds, if it is one."""
+    attempt_at: float | None = None
+    """When the latest attempt was given its timeout."""
 
     @classmethod
     def after(cls, timeout: float, clock: Clock = time.monotonic) -> "Deadline":
@@ -121,7 +123,8 @@ class Deadline:
 
     def attempt_s(self) -> float:
         """The timeout of another attempt: the seconds left, but above 0, which would make a socket non-blocking."""
-        return max(self.left_s(), 0.001)
+        self.attempt_at = self.clock()
+        return max(self.at - self.attempt_at, 0.001)
 
     def bound(self, request: Request, sink: Sink | None = None) -> Request:
         """Return the request with a timeout that ends at this deadline and, if given, another sink."""

@@ -95,11 +95,14 @@ class Backoff:
 
         Otherwise the short time that its only attempt had would say nothing about the node.
         """
-        whole_s, had_s = self.deadline.whole_s, self.deadline.at - self._began_at
-        if whole_s is None or not isinstance(error, InDoubt) or had_s >= whole_s / 2:
+        attempt_at = self.deadline.attempt_at  # later than the call began: a push is encoded before it is sent
+        began_at = self._began_at if self._tries or attempt_at is None else attempt_at
+        whole_s, had_s = self.deadline.whole_s, self.deadline.at - began_at
+        if whole_s is None or not _is_silence(error) or had_s >= whole_s / 2:
             return error
         spent = f"{whole_s - had_s:.3g} s of the call's timeout of {whole_s:.3g} s had passed before"
-        hint = error.hint or "look before you repeat it, and give it a longer timeout"
+        doubtful, again = "look before you repeat it, and give it a longer timeout=", "again, with a longer timeout="
+        hint = error.hint or (doubtful if isinstance(error, InDoubt) else again)
         return problem(error.code, f"{error.detail}; {spent}", hint=hint, **error.members)
 
     def _with_reason(self, error: PsError) -> PsError:

@@ -44,8 +44,11 @@ class CheckpointDesk:
         if not model.ready:
             raise problem("initializing", f"model '{model.name}' has no values yet")
         pending = model.checkpoints.pending
-        if e.name is not None and (e.name in model.checkpoints.records or any(w.name == e.name for w in pending)):
+        if e.name in model.checkpoints.records:
             raise problem("conflict", f"checkpoint '{e.name}' exists", hint="choose another name, or delete it first")
+        if e.name is not None and any(w.name == e.name for w in pending):
+            hint = "the list of checkpoints has it once it is complete"
+            raise problem("conflict", f"checkpoint '{e.name}' is being written", hint=hint)
         if len(pending) >= PENDING_MAX:
             raise problem("too_many_requests", f"{PENDING_MAX} checkpoints are already pending")
         pending.append(PendingCheckpoint(now, e.name, [e.request], clock=model.gate.clock))

@@ -13,6 +13,7 @@ from paramserver import limits
 from paramserver.core.commit import Commit
 from paramserver.core.heartbeat_rows import Row
 from paramserver.core.near import near
+from paramserver.core.scheduler.balance import COPIES
 from paramserver.core.scheduler.io import Effect, ForgetModel, ForgetOthers, LoadFiles, Publish, Reply, Store
 from paramserver.core.scheduler.membership import Member, Shard, Worker, current
 from paramserver.core.scheduler.models import Model
@@ -384,6 +385,20 @@ class Cluster:
         live = self.live_shards()
         answered = [n for n in live if not self.shards[n].storage_away] or live
         return [n for n in answered if not self.shards[n].draining] or answered
+
+    def free_bytes(self) -> dict[str, int | None]:
+        """Memory that each live shard has for more partitions; None if its limit is unknown.
+
+        Each partition that it owns counts with what it takes while it trains, whatever the shard uses by now: the
+        optimizer's arrays come with the first push, and between pushes there is no version that is being computed.
+        """
+        training = dict.fromkeys(self.live_shards(), 0)
+        coming = dict(training)
+        for model in self.models.values():
+            for (name, must_load), size in model.held_bytes().items():
+                if name in training:
+                    (coming if must_load else training)[name] += COPIES * size
+        return {n: self.shards[n].free_bytes(training[n], coming[n]) for n in training}
 
     def addresses(self) -> dict[str, tuple[str, ...]]:
         """Addresses of every shard, by name."""

@@ -12,6 +12,9 @@ from paramserver import limits
 from paramserver.core.scheduler.documents import size_of
 from paramserver.errors import problem
 
+PROCESS_BYTES: Final = 200 << 20
+"""Memory of a shard without partitions."""
+
 
 @dataclass(slots=True, eq=False)
 class Holder:
@@ -80,11 +83,15 @@ class Shard(Holder):
     storage_away_s: float = 0.0
     """Since when."""
 
-    @property
-    def free_bytes(self) -> int | None:
-        """Memory still available to it; None if unknown."""
-        limit = self.memory_limit_bytes
-        return max(0, limit - self.memory_used_bytes) if limit > 0 else None
+    def free_bytes(self, training: int, coming: int) -> int | None:
+        """Memory still available to it; None if unknown.
+
+        `training`: bytes that the partitions it has take while they train, of which it may use few by now; `coming`:
+        those that it will need for others.
+        """
+        limit, used = self.memory_limit_bytes, self.memory_used_bytes
+        used = max(used, min(used, PROCESS_BYTES) + training) + coming
+        return max(0, limit - used) if limit > 0 else None
 
     @property
     def state(self) -> str:

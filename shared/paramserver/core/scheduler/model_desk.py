@@ -6,6 +6,7 @@ from typing import Final
 
 from paramserver import limits
 from paramserver.core.optimizer import slot_count, slot_names
+from paramserver.core.scheduler.balance import COPIES
 from paramserver.core.scheduler.cluster import Cluster
 from paramserver.core.scheduler.documents import check_states, size_of
 from paramserver.core.scheduler.io import (
@@ -89,24 +90,17 @@ class ModelDesk:
         Raises ConflictError (`not_enough_memory`) if not: accepted anyway, the model would kill one shard after
         another. Nothing is checked while the free memory of a shard is unknown.
         """
-        eligible = self.c.eligible_shards()
-        free = [self.c.shards[n].free_bytes for n in eligible]
-        known = [f for f in free if f is not None]
-        if len(known) < len(free):
+        free = self.c.free_bytes()
+        known = [f for n in self.c.eligible_shards() if (f := free[n]) is not None]
+        if len(known) < len(self.c.eligible_shards()):
             return
-        promised = sum(
-            m.held_bytes_of(i)
-            for m in self.c.models.values()
-            for i, o in enumerate(m.owners)
-            if o.shard in eligible and o.from_version is None  # not yet in the used memory that heartbeats report
-        )
-        needed = 2 * 4 * spec.size * copies  # an update writes the new version next to the old one
-        left = max(0, sum(known) - 2 * promised)
+        needed = COPIES * 4 * spec.size * copies
+        left = sum(known)
         if needed > left:
             raise problem(
                 "not_enough_memory",
                 f"model '{spec.name}' with {spec.optimizer.name} needs {needed} more bytes (its state and the version"
-                f" being computed); the shards have {left} free",
+                f" being computed); beside the models that they have, the shards have {left} free",
                 hint="add shards, or raise their memory limits (memory_limit)",
                 needed_bytes=needed,
                 free_bytes=left,

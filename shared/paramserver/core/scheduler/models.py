@@ -4,7 +4,7 @@ Stored in the fields `model:NAME` (settings), `place:NAME` (owners), `clock:NAME
 `commit:NAME:T` (one per commit that a shard may still lack).
 """
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -255,12 +255,12 @@ class Model:
         """Bytes of one partition's values and optimizer state."""
         return self.bytes_of(index) * (1 + slot_count(self.spec.optimizer))
 
-    def held_bytes(self) -> dict[str | None, int]:
-        """Bytes of values and optimizer state, by owner."""
-        held: dict[str | None, int] = {}
+    def held_bytes(self) -> Mapping[tuple[str | None, bool], int]:
+        """Bytes of values and optimizer state, by owner and whether it has yet to load them."""
+        held = Counter[tuple[str | None, bool]]()
         bounds, copies = self.layout.bounds, 1 + slot_count(self.spec.optimizer)
         for i, owner in enumerate(self.owners):
-            held[owner.shard] = held.get(owner.shard, 0) + 4 * copies * (bounds[i + 1] - bounds[i])
+            held[owner.shard, owner.must_load] += 4 * copies * (bounds[i + 1] - bounds[i])
         return held
 
     def waiters(self) -> list[Waiter]:

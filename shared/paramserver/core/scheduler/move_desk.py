@@ -113,7 +113,7 @@ class MoveDesk:
             raise problem(
                 "not_enough_memory",
                 f"the partitions of shard '{shard.name}', and of others that drain, need {short[0]} bytes (their state"
-                f" and the version being computed); the remaining shards have {short[1]} free",
+                f" and the version being computed); beside their own, the remaining shards have {short[1]} free",
                 hint="add a shard first, or raise the memory limits",
                 needed_bytes=short[0],
                 free_bytes=short[1],
@@ -180,7 +180,7 @@ class MoveDesk:
         return out
 
     def _shard_loads(self) -> list[ShardLoad]:
-        """The live shards; memory that a move in progress will need counts as used, as does what is yet to be loaded.
+        """The live shards; memory that a move in progress will need counts as used.
 
         One that Redis does not answer counts as busy with as many moves as it may take part in.
         """
@@ -194,13 +194,9 @@ class MoveDesk:
                     coming[o.target] += COPIES * model.held_bytes_of(i)
                 elif o.from_version is None and o.shard in moves:
                     moves[o.shard] += o.previous is not None
-                    coming[o.shard] += COPIES * model.held_bytes_of(i)
-        shards = [self.c.shards[n] for n in moves]
         return [
-            ShardLoad(
-                s.name, s.draining, None if s.free_bytes is None else s.free_bytes - coming[s.name], moves[s.name]
-            )
-            for s in shards
+            ShardLoad(n, self.c.shards[n].draining, None if free is None else free - coming[n], moves[n])
+            for n, free in self.c.free_bytes().items()
         ]
 
     def _moves(self) -> list[tuple[Model, Owner]]:

@@ -63,13 +63,13 @@ class Reading:
         None if they could take the partitions of any one.  A drain of that shard is refused; if it is lost, they are
         given its partitions nevertheless, as otherwise nobody would serve them.
         """
-        shards = [self._c.shards[n] for n in self._c.live_shards()]
-        held = {s.name: 0 for s in shards}
+        free = self._c.free_bytes()
+        held = dict.fromkeys(free, 0)
         for model in self._c.models.values():
-            for name, size in model.held_bytes().items():
+            for (name, _), size in model.held_bytes().items():
                 if name in held:
                     held[name] += size
-        return worst_loss(held, [ShardLoad(s.name, s.draining, s.free_bytes) for s in shards])
+        return worst_loss(held, [ShardLoad(n, self._c.shards[n].draining, free[n]) for n in free])
 
     def models(self) -> list[dict[str, Any]]:
         """A summary of each model, by name."""
