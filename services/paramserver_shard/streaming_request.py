@@ -6,6 +6,7 @@ that is stopping.
 
 import asyncio
 import logging
+import socket
 from collections.abc import Callable
 from typing import Final, Self, cast
 from urllib.parse import urlsplit
@@ -20,6 +21,9 @@ log = logging.getLogger("paramserver.shard")
 LINES: Final = "application/x-ndjson"
 """Media type of lines of JSON."""
 CONNECT_S: Final = 2.0
+LOST_S: Final = 3.0
+"""How long the other end may leave what it was sent unacknowledged; then the network has lost the connection.  Linux
+only: elsewhere the end of another request to the same scheduler tells."""
 BUFFER_BYTES_MAX: Final = 1 << 20
 """Most bytes in the send buffer; beyond that the scheduler is taken to be hanging, and the request is aborted."""
 
@@ -75,6 +79,9 @@ class StreamingRequest(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)  # uvloop's class does not inherit from it
+        if hasattr(socket, "TCP_USER_TIMEOUT"):
+            connected = transport.get_extra_info("socket")
+            connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, round(1000 * LOST_S))
 
     def data_received(self, data: bytes) -> None:
         try:
