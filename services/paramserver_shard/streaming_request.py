@@ -14,6 +14,7 @@ from urllib.parse import urlsplit
 import httptools
 
 from paramserver.net.addresses import SCHEDULERS
+from paramserver.net.connect import connect_on_loop
 from paramserver.net.credentials import Credentials
 
 log = logging.getLogger("paramserver.shard")
@@ -48,17 +49,15 @@ class StreamingRequest(asyncio.Protocol):
         parts = urlsplit(url)
         secure = parts.scheme == "https"
         async with asyncio.timeout(CONNECT_S):
-            transport, request = await asyncio.get_running_loop().create_connection(
-                lambda: cls(on_end),
-                parts.hostname or "",
-                parts.port or (443 if secure else 80),
-                ssl=credentials.context() if secure else None,
-            )
+            port = parts.port or (443 if secure else 80)
+            context = credentials.context() if secure else None
+            request = await connect_on_loop(lambda: cls(on_end), parts.hostname or "", port, context)
+        assert request._transport is not None
         headers = {"host": parts.netloc, "transfer-encoding": "chunked", "content-type": LINES}
         headers |= credentials.headers
         target = parts.path + (f"?{parts.query}" if parts.query else "")
         lines = [f"POST {target} HTTP/1.1", *(f"{name}: {value}" for name, value in headers.items()), "", ""]
-        transport.write("\r\n".join(lines).encode("latin-1"))
+        request._transport.write("\r\n".join(lines).encode("latin-1"))
         return request
 
     def send(self, data: bytes) -> None:
