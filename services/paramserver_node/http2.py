@@ -27,6 +27,7 @@ from paramserver_node.frame_abuse import FRAMES_MAX, FrameAbuseLimit
 from paramserver_node.lent_socket import LentSocket
 from paramserver_node.pieces import Pieces, after, first, frames_begun
 from paramserver_node.read_deadline import ReadDeadline
+from paramserver_node.receive_limits import CONNECTION_WINDOW_BYTES, ReceiveLimits
 from paramserver_node.request_head import TRAILERS, HeadReader, RequestHead, scope_of
 from paramserver_node.send_limits import SendLimits
 from paramserver_node.stream import BODY, TRANSFER_BYTES_MAX, UNREAD_BYTES_MAX, Stream
@@ -38,8 +39,6 @@ if TYPE_CHECKING:
 log = logging.getLogger("paramserver.node")
 
 FRAME_BYTES: Final = 2 << 20
-CONNECTION_WINDOW_BYTES: Final = 8 << 20
-"""Receive window of a connection; larger than a stream's, so that a body that waits does not block the others."""
 STREAMS_MAX: Final = 256
 HEADER_BYTES_MAX: Final = 64 << 10
 UNSENT_BYTES_MAX: Final = 2 << 20
@@ -58,7 +57,7 @@ FIRST_BYTES: Final = 64 << 10
 """Size of the shared buffer: most that is read at once while the destination is unknown."""
 
 
-class Connection(SendLimits, asyncio.BufferedProtocol):
+class Connection(SendLimits, ReceiveLimits, asyncio.BufferedProtocol):
     """One client's HTTP/2 connection, after the preface."""
 
     _read_buffer = memoryview(bytearray(FIRST_BYTES))
@@ -67,7 +66,8 @@ class Connection(SendLimits, asyncio.BufferedProtocol):
     def __init__(
         self, config: Config, server: ServerState, state: dict[str, Any], threads: "TransferThreads | None" = None
     ) -> None:
-        super().__init__(FRAME_BYTES)
+        SendLimits.__init__(self, FRAME_BYTES)
+        ReceiveLimits.__init__(self)
         self.loop = asyncio.get_running_loop()
         self._threads = threads
         self._app, self._state, self.server, self._root_path = config.loaded_app, state, server, config.root_path
@@ -84,10 +84,6 @@ class Connection(SendLimits, asyncio.BufferedProtocol):
         """Bytes that must have arrived before the next read."""
         self._head_next = False
         """Whether a DATA frame has just ended in place and the body goes on, so that a frame header comes next."""
-        self._receive_window = CONNECTION_WINDOW_BYTES
-        """Receive window of the connection: bytes of bodies that the client may still send."""
-        self._used = 0
-        """Bytes consumed but not yet returned to the client as window updates."""
         self._abuse_limit = FrameAbuseLimit(self.loop.time)
         self.last_body_frame_s = self.loop.time()
         """When the client was last sent a frame about one of its bodies."""
@@ -258,10 +254,6 @@ class Connection(SendLimits, asyncio.BufferedProtocol):
         if not self._lent.read(first(places, requested), (number, *at), FRAME_BYTES, then):
             return False
         self.transport.pause_reading()
-        if size > self._receive_window:
-            self._used -= size - self._receive_window
-            self.queue_frame(wire.u32_frame(0, wire.WINDOW_UPDATE, size - self._receive_window))
-            self._receive_window = size
         return True
 
     def _fetched(self, number: int, requested: int, received: "Received") -> None:
@@ -451,17 +443,14 @@ class Connection(SendLimits, asyncio.BufferedProtocol):
         while not self.writable:  # a task that was woken earlier may have filled the buffer again
             await self._writable.wait()
 
+    @property
+    def reads_ahead(self) -> bool:
+        """Whether one of the bodies is read ahead of its app."""
+        return any(stream.reads_ahead for stream in self._streams.values())
+
     def ends(self, number: int) -> bool:
         """Whether the last frame of that request is being received."""
         return self._scanner.ends(number)
-
-    def used(self, size: int) -> None:
-        """Return `size` bytes to the connection's receive window, as they are no longer held."""
-        self._used += size
-        if self._used >= max(1, self._receive_window):  # at least half of what waiting bodies do not hold
-            self._receive_window += self._used
-            self.queue_frame(wire.u32_frame(0, wire.WINDOW_UPDATE, self._used))
-            self._used = 0
 
     def ended(self, number: int, *, answered: bool) -> None:
         """Forget a request that is over; `answered`: with a complete answer."""

@@ -2,7 +2,8 @@
 
 An app may receive the body as ASGI messages, or through the `BodyTransfer` in the scope's extension `BODY`: it can have
 the body put into place as it arrives, read straight into its memory, or take it whole if all of it has arrived already.
-Until it does any of that, a client may send `UNREAD_BYTES_MAX` of it.
+Until it does any of that, a client may send `UNREAD_BYTES_MAX` of it; then all of it if its memory is known, else
+`READING_WINDOW_BYTES` ahead.
 """
 
 import asyncio
@@ -30,7 +31,8 @@ UNREAD_BYTES_MAX: Final = 512 << 10
 PIECE_BYTES_MIN: Final = 1 << 10
 """A shorter piece of an unread body is joined with the next one: each takes 50 bytes beside its own."""
 READING_WINDOW_BYTES: Final = 4 << 20
-"""Receive window while the body is handed on as it arrives, so that no client has to wait for window updates."""
+"""Receive window of a body that is handed on as it arrives, for one at a time on a connection: a client far away would
+mostly wait for window updates, and two that wait for a slow app would take the window of all."""
 PING_AFTER_S: Final = 2.0
 """Longest silence towards a client whose bodies are arriving, after which it is sent a PING: over a slow path window
 updates are rare, and clients take a silent server for dead."""
@@ -214,8 +216,7 @@ class Stream:
         self._tell_to_send()
         try:
             while not (self.body_ended or self._cut or self._failed is not None):
-                if not self._fetch(sink):
-                    self._widen_for_reading()
+                self._fetch(sink)
                 await _clear_and_wait(self._may_continue)
         finally:
             self._sink = None
@@ -225,29 +226,35 @@ class Stream:
         self._end_delivered = self.body_ended
         return self.body_ended
 
-    def _fetch(self, sink: Destination) -> bool:
-        """Have a thread read the rest of the body; returns False if it is not worth one, or none can."""
-        places = () if self._slow else sink.rest()
+    def _fetch(self, sink: Destination) -> None:
+        """Let the client send all the rest of the body, for which there is memory; have a thread read it if one can."""
+        places = sink.rest()
         size = sum(map(len, places))
-        if size < TRANSFER_BYTES_MIN or not self._client.fetch(self._number, places, size):
-            return False
-        if size > self._receive_window:  # there is memory for all of it, so all of it may be sent
-            self._used -= size - self._receive_window
-            self._widen(size - self._receive_window)
-        self._client.flush()
-        return True
+        if size >= TRANSFER_BYTES_MIN and not self._slow:
+            self._client.fetch(self._number, places, size)
+        self._client.allow(size)
+        if (missing := size - self._receive_window) > 0:
+            self._used -= missing
+            self._widen(missing)
+        self._client.flush_soon()
 
-    def _widen_for_reading(self) -> None:
-        """Widen the receive window to `READING_WINDOW_BYTES`, now that the app takes the body."""
-        if self._window_size < READING_WINDOW_BYTES and not self._ends():
+    @property
+    def reads_ahead(self) -> bool:
+        """Whether the body has the larger window, and may still use it or has not been taken yet."""
+        return self._window_size == READING_WINDOW_BYTES and (not self.body_ended or bool(self._pieces))
+
+    def _read_ahead(self) -> None:
+        """Widen the receive window to `READING_WINDOW_BYTES` if the app waits for more of a body than may come."""
+        fits = self._due is not None and self._due <= self._receive_window
+        if not (self.reads_ahead or fits or self._ends() or self._client.reads_ahead):
             self._widen(READING_WINDOW_BYTES - self._window_size)
             self._window_size = READING_WINDOW_BYTES
-            self._client.flush_soon()
 
     async def receive(self) -> Message:
         """Return the next ASGI event."""
         while not self._pieces and not self._cut and (self._end_delivered or not self.body_ended):
             self._tell_to_send()
+            self._read_ahead()
             self._client.flush_soon()
             await _clear_and_wait(self._may_continue)
         if self._cut and (self._end_delivered or not self.body_ended):

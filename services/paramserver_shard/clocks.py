@@ -34,6 +34,8 @@ class ClockReports:
         self._recent: deque[tuple[float, bytes]] = deque()
         """(when, lines) taken from the queue within the last `WAIT_S`."""
         self._wake = asyncio.Event()
+        self._switched = False
+        """Whether another scheduler may be in use since the stream was begun, or the connections to this one lost."""
 
     def report(self, model: ModelKey, push_id: PushId, clock: int, timeline: int, shards: int) -> None:
         """Queue a report: this push, accepted here and sent to `shards` shards in all, ended its worker's iteration."""
@@ -46,10 +48,10 @@ class ClockReports:
         """Send reports to `path` of the scheduler in use, until cancelled."""
         self._lines.clear()  # those of an earlier membership are void
         self._recent.clear()
-        link.on_switch = self._wake.set
+        link.on_switch = self._switch
         while True:
             await self._wake.wait()
-            url = link.url
+            self._switched, url = False, link.url
             try:
                 stream = await link.open_stream(url, path, self._wake.set)
             except OSError as error:
@@ -57,7 +59,7 @@ class ClockReports:
                 link.switch_from(url)
             else:
                 try:
-                    await self._send(stream, link, url)
+                    await self._send(stream)
                 finally:
                     stream.close()
                 link.learn(url, stream.schedulers)
@@ -71,15 +73,20 @@ class ClockReports:
             if self._recent:
                 self._wake.set()
 
-    async def _send(self, stream: StreamingRequest, link: SchedulerLink, url: str) -> None:
-        """Send reports until the request has ended or another scheduler is in use.
+    def _switch(self) -> None:
+        self._switched = True
+        self._wake.set()
 
-        A stalled scheduler keeps its connection open, so the first condition is not enough.
+    async def _send(self, stream: StreamingRequest) -> None:
+        """Send reports until the request has ended, or the link has switched, be it to the only scheduler again.
+
+        A stalled scheduler keeps its connection open, and a network may have lost it like that of another request, so
+        the first condition is not enough.
         """
         self._take()
         for _, lines in self._recent:
             stream.send(lines)
-        while not stream.ended and link.url == url:
+        while not (stream.ended or self._switched):
             self._wake.clear()
             if self._lines:
                 stream.send(self._take())

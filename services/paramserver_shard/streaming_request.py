@@ -6,6 +6,7 @@ that is stopping.
 
 import asyncio
 import logging
+import socket
 from collections.abc import Callable
 from typing import Final, Self, cast
 from urllib.parse import urlsplit
@@ -13,6 +14,7 @@ from urllib.parse import urlsplit
 import httptools
 
 from paramserver.net.addresses import SCHEDULERS
+from paramserver.net.connect import connect_on_loop
 from paramserver.net.credentials import Credentials
 
 log = logging.getLogger("paramserver.shard")
@@ -20,6 +22,9 @@ log = logging.getLogger("paramserver.shard")
 LINES: Final = "application/x-ndjson"
 """Media type of lines of JSON."""
 CONNECT_S: Final = 2.0
+LOST_S: Final = 3.0
+"""How long the other end may leave what it was sent unacknowledged; then the network has lost the connection.  Linux
+only: elsewhere the end of another request to the same scheduler tells."""
 BUFFER_BYTES_MAX: Final = 1 << 20
 """Most bytes in the send buffer; beyond that the scheduler is taken to be hanging, and the request is aborted."""
 
@@ -44,17 +49,15 @@ class StreamingRequest(asyncio.Protocol):
         parts = urlsplit(url)
         secure = parts.scheme == "https"
         async with asyncio.timeout(CONNECT_S):
-            transport, request = await asyncio.get_running_loop().create_connection(
-                lambda: cls(on_end),
-                parts.hostname or "",
-                parts.port or (443 if secure else 80),
-                ssl=credentials.context() if secure else None,
-            )
+            port = parts.port or (443 if secure else 80)
+            context = credentials.context() if secure else None
+            request = await connect_on_loop(lambda: cls(on_end), parts.hostname or "", port, context)
+        assert request._transport is not None
         headers = {"host": parts.netloc, "transfer-encoding": "chunked", "content-type": LINES}
         headers |= credentials.headers
         target = parts.path + (f"?{parts.query}" if parts.query else "")
         lines = [f"POST {target} HTTP/1.1", *(f"{name}: {value}" for name, value in headers.items()), "", ""]
-        transport.write("\r\n".join(lines).encode("latin-1"))
+        request._transport.write("\r\n".join(lines).encode("latin-1"))
         return request
 
     def send(self, data: bytes) -> None:
@@ -75,6 +78,9 @@ class StreamingRequest(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)  # uvloop's class does not inherit from it
+        if hasattr(socket, "TCP_USER_TIMEOUT"):
+            connected = transport.get_extra_info("socket")
+            connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, round(1000 * LOST_S))
 
     def data_received(self, data: bytes) -> None:
         try:

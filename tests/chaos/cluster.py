@@ -105,6 +105,11 @@ class ChaosCluster:
         self.recorder.fault(f"cut {link} {way}")
         self.order("cut", link=link, way=way)
 
+    def lose(self, link: str) -> None:
+        """Lose the connections that a link has now, without a word to either end."""
+        self.recorder.fault(f"lose {link}")
+        self.order("lose", link=link)
+
     def delay(self, link: str, seconds: float) -> None:
         """Delay every chunk on a link by `seconds`."""
         self.recorder.fault(f"delay {link} {seconds}")

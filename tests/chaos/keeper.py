@@ -148,6 +148,8 @@ class Keeper:
                 return None
             case "cut":
                 self.links[order["link"]].cut(order["way"])
+            case "lose":
+                self.links[order["link"]].lose()
             case "delay":
                 self.links[order["link"]].delay_s = float(order["seconds"])
             case "reset":

@@ -2,10 +2,11 @@
 
 A cut link keeps its connections open and holds their bytes, as a network does while TCP retransmits; `heal` delivers
 what was held.  New connections through a cut link are accepted and stay silent.  `reset` aborts the existing
-connections, as a network device does that has lost its connection state.
+connections, as a network device does that has lost its connection state; `lose` is one that says nothing of it.
 """
 
 import asyncio
+import ctypes
 import socket
 import struct
 from contextlib import suppress
@@ -14,6 +15,9 @@ from typing import Literal
 Way = Literal["there", "back", "both"]
 
 CHUNK_BYTES = 1 << 16
+SO_ATTACH_FILTER = 26
+RETURN_0 = 6, 0, 0, 0
+"""A filter program: let through 0 bytes of each packet."""
 
 
 class Link:
@@ -66,6 +70,18 @@ class Link:
             linger = struct.pack("ii", 1, 0)  # without it they would be told of an orderly end
             writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
             writer.transport.abort()
+
+    def lose(self) -> None:
+        """Drop all that arrives on the connections that are open now, for good; nobody is told.  Linux only.
+
+        The kernel drops the packets before TCP sees them, so they are not even acknowledged.
+        """
+        program = ctypes.create_string_buffer(struct.pack("HBBI", *RETURN_0))
+        for writer in self._writers:
+            connected = writer.get_extra_info("socket")
+            described = struct.pack("HL", 1, ctypes.addressof(program))
+            with suppress(OSError):  # it has just ended
+                connected.setsockopt(socket.SOL_SOCKET, SO_ATTACH_FILTER, described)
 
     async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         task = asyncio.current_task()

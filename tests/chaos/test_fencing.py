@@ -88,6 +88,20 @@ def test_a_shard_cut_off_from_the_leader_alone(start: Start) -> None:
     run.assert_kept(shards_died=False, acknowledged=60)
 
 
+def test_connections_that_are_lost_without_a_word(start: Start) -> None:
+    """If the network forgets a shard's connections to the only scheduler, steps are soon as fast as before.
+
+    Without the shard's reports each synchronous step would take the two seconds after which its worker reports itself.
+    """
+    run = start(Plan(shards=2, proxied=True), JOURNALED)
+    c = run.cluster
+    for shard in ("shard-0", "shard-1"):
+        c.lose(f"{shard}>scheduler-0")
+        c.until_progress(more=50, mode="sync", within_s=80.0)
+    run.finish()
+    run.assert_kept(shards_died=False, acknowledged=60)
+
+
 def test_a_leader_that_reaches_only_redis(start: Start) -> None:
     """A leader that no shard reaches, and a standby neither, is succeeded by the standby that shards do reach."""
     run = start(Plan(shards=2, schedulers=2, proxied=True), JOURNALED)

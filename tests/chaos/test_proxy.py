@@ -1,6 +1,8 @@
 """The fault proxy forwards bytes, holds them in either direction, and delivers them when healed."""
 
 import asyncio
+import socket
+import sys
 
 import pytest
 
@@ -56,6 +58,34 @@ async def test_a_link_passes_holds_and_delivers() -> None:
         writer.write(b"four\n")
         assert await answer(reader, 30.0) == b"FOUR\n"
         assert asyncio.get_running_loop().time() - before >= 0.2, "there and back"
+    finally:
+        writer.close()
+        await link.stop()
+        server.close()
+        await server.wait_closed()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs a packet filter of Linux")
+async def test_a_link_loses_connections_without_a_word() -> None:
+    """What is sent on a lost connection is never acknowledged, so the sender's kernel gives it up; a new one works."""
+    RECEIVED.clear()
+    server = await asyncio.start_server(echo, "127.0.0.1", 0)
+    link = Link("a>b", server.sockets[0].getsockname()[1])
+    await link.start()
+    reader, writer = await asyncio.open_connection("127.0.0.1", link.port)
+    try:
+        writer.write(b"one\n")
+        assert await answer(reader, 30.0) == b"ONE\n"
+        link.lose()
+        writer.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 200)
+        writer.write(b"two\n")
+        with pytest.raises(TimeoutError, match="timed out"):
+            await asyncio.wait_for(reader.readline(), 30.0)
+        assert b"two\n" not in RECEIVED
+        again, its_writer = await asyncio.open_connection("127.0.0.1", link.port)
+        its_writer.write(b"three\n")
+        assert await answer(again, 30.0) == b"THREE\n"
+        its_writer.close()
     finally:
         writer.close()
         await link.stop()

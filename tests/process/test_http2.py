@@ -11,7 +11,7 @@ from tests.waiting import eventually
 
 from paramserver.wire import http2 as wire
 from paramserver_node.http2 import FRAME_BYTES
-from paramserver_node.stream import UNREAD_BYTES_MAX
+from paramserver_node.stream import READING_WINDOW_BYTES, UNREAD_BYTES_MAX
 
 from .test_servers import Node, node
 
@@ -225,6 +225,18 @@ def test_a_body_that_is_mostly_padding_arrives_whole(server: Node) -> None:
         status, body = client.answer(1)
     assert status == 200
     assert f'"size":{500 * lots}' in body.decode()
+
+
+def test_a_body_that_is_passed_on_as_it_arrives_may_be_megabytes_ahead(server: Node) -> None:
+    """A body that its app reads piece by piece gets 4 MiB of window, so that a distant client rarely waits for more."""
+    with Client(server) as client:
+        client.send(HEAD)
+        assert UNREAD_BYTES_MAX + int.from_bytes(client.until(wire.WINDOW_UPDATE, 1)) == READING_WINDOW_BYTES == 4 << 20
+        for _ in range(READING_WINDOW_BYTES // FRAME_BYTES):
+            client.send(data(1, bytes(FRAME_BYTES)))
+        client.send(data(1, b"", ends=True))
+        status, body = client.answer(1)
+    assert (status, f'"size":{READING_WINDOW_BYTES}' in body.decode()) == (200, True)
 
 
 def test_a_body_byte_by_byte_is_a_body(server: Node) -> None:

@@ -4,7 +4,7 @@ import pytest
 
 from paramserver.errors import problem
 from paramserver.net.addresses import SCHEDULERS, Addresses, named
-from paramserver.net.calls import Outcome, Response
+from paramserver.net.calls import Outcome, Response, TakenTooSlowly
 
 A, B = "http://127.0.0.1:8700", "http://127.0.0.1:8798"
 PROBLEM = {"content-type": "application/problem+json"}
@@ -47,9 +47,12 @@ def test_names_are_believed_of_themselves_only(url: str, header: str, found: tup
     assert named(url, header) == found
 
 
-@pytest.mark.parametrize("outcome", [problem("in_doubt", "no answer"), Response(502, {}), Response(504, {})])
+@pytest.mark.parametrize(
+    "outcome",
+    [problem("in_doubt", "no answer"), TakenTooSlowly("unavailable", "slow"), Response(502, {}), Response(504, {})],
+)
 def test_one_that_fell_silent_is_not_asked_first_again(outcome: Outcome) -> None:
-    """A request in doubt is not sent to the next URL, because it may have been done; the next request starts there."""
+    """A request in doubt, or without time left, is not sent to the next URL; the next request starts there."""
     addresses = Addresses([A, B])
     assert not addresses.record(A, outcome)
     assert addresses.order() == [B, A]

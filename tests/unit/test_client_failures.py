@@ -25,7 +25,7 @@ from paramserver.errors import (
     Unreachable,
     problem,
 )
-from paramserver.net.calls import Deadline, Outcome, Request, Response
+from paramserver.net.calls import Deadline, Outcome, Request, Response, TakenTooSlowly
 from paramserver.wire.frame import PullReply, encode_header
 
 from .sharding import A, B, Now, Shards, answered, drive, expected, grads, refusal, result, terms
@@ -150,9 +150,11 @@ def test_a_shard_that_was_starting_is_found_later(shards: Shards, now: Now, clus
     assert {to for to, path in shards.log if path == "/pull"} == {A, B}
 
 
-@pytest.mark.parametrize(("code", "takes_s"), [("unreachable", 3.0), ("in_doubt", 10.0)])
+@pytest.mark.parametrize(
+    "how", [problem("unreachable", ""), problem("in_doubt", ""), TakenTooSlowly("unavailable", "")]
+)
 def test_a_shard_that_is_cut_off_from_this_client_alone_is_reached_by_the_url(
-    shards: Shards, now: Now, cluster: Cluster, code: str, takes_s: float
+    shards: Shards, now: Now, cluster: Cluster, how: PsError
 ) -> None:
     """A live shard that no longer answers this client gets its parts through the cluster, until it answers again."""
     drive(transfer.pull(cluster, "m", Deadline.after(30, now)), shards, now)
@@ -161,8 +163,8 @@ def test_a_shard_that_is_cut_off_from_this_client_alone_is_reached_by_the_url(
     def cut(request: Request) -> Outcome:
         if request.to == A and A not in shards.answering:
             shards.log.append((A, request.path))
-            now.s += request.timeout_s if request.path == "/livez" else takes_s
-            return problem(code, "silent")
+            now.s += request.timeout_s if request.path == "/livez" else 3.0 if isinstance(how, Unreachable) else 10.0
+            return how
         return shards(request)
 
     def pushed_by(seq: int) -> set[str | None]:

@@ -242,6 +242,26 @@ def test_a_shard_of_another_cluster_at_an_advertised_address_is_sent_nothing(sha
     assert sorted(str(to) for to, path in shards.log if path == "/push") == sorted([A, "None"])
 
 
+def test_a_client_that_was_started_in_an_outage_finds_the_shards_after_it(
+    shards: Shards, now: Now, cluster: Cluster
+) -> None:
+    """Addresses that never answered are probed each minute, with the map that a heartbeat fetches; no call waits."""
+    shards.answering = set()
+    for _ in range(4):
+        drive(transfer.pull(cluster, "m", Deadline.after(30, now)), shards, now)
+        now.s += 60.0
+    shards.answering = {A, B}
+    shards.log.clear()
+    drive(transfer.pull(cluster, "m", Deadline.after(30, now)), shards, now)
+    assert shards.log == [(None, "/pull")]
+
+    drive(cluster.fetch_map("m", Deadline.after(2, now)), shards, now)
+    shards.log.clear()
+    drive(transfer.pull(cluster, "m", Deadline.after(30, now)), shards, now)
+
+    assert {to for to, path in shards.log} == {A, B}
+
+
 def test_pushpull_does_both_in_one_round(shards: Shards, now: Now, cluster: Cluster) -> None:
     """A pushpull takes one request to each shard and returns the values after the push."""
     call = transfer.pushpull(cluster, "m", Deadline.after(30, now), grads(), terms())

@@ -46,7 +46,8 @@ def put(cluster: Cluster, values: Values, now: Now, token: str | None = None) ->
 
 def test_small_values_are_sent_at_the_same_time(now: Now, cluster: Cluster) -> None:
     """Values go in few rounds, a large one alone; what fails for a moment is sent again, but not to its owner."""
-    values = {f"p{i}": np.full(2, i, np.float32) for i in range(40)} | {"large": np.zeros(2 << 20, np.float32)}
+    values = {f"p{i}": np.full(2, i, np.float32) for i in range(40)}
+    values |= {"large": np.zeros(uploads.AT_ONCE_BYTES // 4, np.float32)}
     rounds: list[list[str]] = []
     direct: list[str] = []
     failing = {"p3", "large"}

@@ -18,7 +18,7 @@ from paramserver.client.cluster import Cluster
 from paramserver.client.iterations import Iterations
 from paramserver.client.task_requests import TaskRequests
 from paramserver.errors import problem
-from paramserver.net.calls import Call, Deadline, Outcome, Pause, Request
+from paramserver.net.calls import Call, Deadline, Outcome, Pause, Request, TakenTooSlowly
 from paramserver.net.retry import FIRST_S, LONGEST_S, Backoff
 
 from .session_node import BEAT, GRAD, Node, deadline, no, ok, opened
@@ -27,6 +27,18 @@ from .test_client_iterations import Shard
 from .test_client_tasks import LEASE
 
 CLOCK = "/models/m/clock"
+
+
+def test_a_last_try_that_was_cut_off_does_not_hide_why_those_before_it_failed(now: Now) -> None:
+    """If the deadline ends the last attempt while its body is sent, the error says what was answered before."""
+    until = now.s + 10.0
+
+    def busy(request: Request) -> Outcome:
+        now.s = min(now.s + 3.0, until)
+        return TakenTooSlowly("unavailable", "slow", hint="timeout=") if now.s >= until else refusal("loading")
+
+    with refused_with("unavailable", match=r"^said the shard; tried for 10 s, the last time for only [\d.]+ s"):
+        drive(control.send("PATCH", "/models/m", {}, Deadline(until, now)), busy, now)
 
 
 @pytest.mark.parametrize("silent", [True, False])

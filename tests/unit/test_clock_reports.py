@@ -1,10 +1,13 @@
 """A shard's clock reports, sent to schedulers on real sockets."""
 
 import asyncio
+import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
+import pytest
 from starlette.types import Message, Receive, Scope, Send
+from tests.chaos.proxy import Link
 from tests.servers import free_port
 
 from paramserver.net.credentials import Credentials
@@ -14,6 +17,7 @@ from paramserver_node.redis import connect
 from paramserver_node.server import serve_tcp
 from paramserver_scheduler.app import make_app, served
 from paramserver_scheduler.lease import Lease
+from paramserver_shard import clocks, streaming_request
 from paramserver_shard.clocks import ClockReports
 from paramserver_shard.link import SchedulerLink
 
@@ -79,6 +83,47 @@ async def test_reports_follow_the_scheduler_in_use() -> None:
         await link.aclose()
 
     assert still.came == before
+
+
+async def test_reports_go_on_though_the_only_scheduler_stays_in_use() -> None:
+    """After a request that failed, reports go over a new connection: that of the reports may be as lost as its own."""
+    reports = ClockReports()
+    async with asyncio.timeout(WITHIN_S), Scheduler().listening() as only:
+        link = SchedulerLink([only.url], Credentials())
+        telling = asyncio.create_task(reports.run(link, "/clocks"))
+        await asyncio.sleep(0)  # it has begun: what was reported before is void
+        for seq in (1, 2):
+            reports.report(ModelKey("m", 1), PushId("m/w0", 1, seq), seq, 0, 1)
+            while only.came.count(b"POST /clocks") < seq or b'"m/w0",1,%d,' % seq not in only.came:
+                await asyncio.sleep(0.01)
+            link.switch_from(only.url)
+        telling.cancel()
+        await asyncio.wait({telling})
+        await link.aclose()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs a packet filter of Linux")
+async def test_a_connection_that_was_lost_without_a_word_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A report that the scheduler's system does not acknowledge goes over a new connection, although nobody hung up."""
+    monkeypatch.setattr(streaming_request, "LOST_S", 0.2)
+    monkeypatch.setattr(clocks, "WAIT_S", WITHIN_S)
+    reports = ClockReports()
+    async with asyncio.timeout(WITHIN_S), Scheduler().listening() as scheduler:
+        way = Link("shard>scheduler", int(scheduler.url.rsplit(":", 1)[1]))
+        await way.start()
+        link = SchedulerLink([f"http://127.0.0.1:{way.port}"], Credentials())
+        telling = asyncio.create_task(reports.run(link, "/clocks"))
+        await asyncio.sleep(0)  # it has begun: what was reported before is void
+        for seq in (1, 2):
+            reports.report(ModelKey("m", 1), PushId("m/w0", 1, seq), seq, 0, 1)
+            while b'"m/w0",1,%d,' % seq not in scheduler.came:
+                await asyncio.sleep(0.01)
+            way.lose()
+        telling.cancel()
+        await asyncio.wait({telling})
+        await link.aclose()
+        await way.stop()
+    assert scheduler.came.count(b"POST /clocks") == 2
 
 
 async def test_a_report_that_a_connection_has_lost_is_sent_again() -> None:

@@ -1,21 +1,25 @@
-"""How a blocking client connects to a host that has several addresses, and what it does at its deadline."""
+"""How clients connect to a host that has several addresses, and what a blocking one does at its deadline."""
 
+import asyncio
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, suppress
+from typing import Any
 
 import pytest
-from tests.unit.scripted_server import serving
+import uvloop
+from tests.unit.scripted_server import Peer, serving
 
 from paramserver.errors import Unreachable
-from paramserver.net.calls import Request, Response
+from paramserver.net.calls import Outcome, Request, Response
 from paramserver.net.connect import connect
 from paramserver.net.credentials import Credentials
-from paramserver.net.direct import DirectTransport
+from paramserver.net.direct import AsyncDirectTransport, DirectTransport
 from paramserver.net.plain import PlainTransport
 from paramserver.net.schemes import in_scheme_spoken
 from paramserver.net.transport import BlockingTransport
+from paramserver.wire import http2 as wire
 
 NAME = "http://ps.test:8700"
 
@@ -35,8 +39,12 @@ def silent() -> Iterator[int]:
 
 def name(monkeypatch: pytest.MonkeyPatch, *ports: int) -> None:
     """Let every name have these ports of this machine as its addresses."""
-    found = [(socket.AF_INET, socket.SOCK_STREAM, 0, "", ("127.0.0.1", port)) for port in ports]
-    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: found)
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: addresses(*ports))
+
+
+def addresses(*ports: int) -> list[Any]:
+    """Return these ports of this machine as a look-up does."""
+    return [(socket.AF_INET, socket.SOCK_STREAM, 0, "", ("127.0.0.1", port)) for port in ports]
 
 
 def unused() -> int:
@@ -60,6 +68,38 @@ def test_addresses_that_do_not_answer_do_not_hide_one_that_does(silent: int, mon
         assert in_scheme_spoken(NAME.replace("http:", "https:"), 5.0) == NAME
     assert isinstance(outcome, Response), outcome
     assert heard == [b"PRI * HTTP/2.0", b"POST /runs HTTP/1.1", b"HEAD /livez HTTP/1.1"]
+
+
+@pytest.mark.parametrize("run", [asyncio.run, uvloop.run])
+def test_no_address_takes_the_time_of_the_others_on_an_event_loop(
+    run: Callable[..., Outcome], silent: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On the event loops of clients and of nodes, too, the address that answers is found, and if none does, why."""
+    monkeypatch.setattr("paramserver.net.connect._NEXT_S", 0.02)
+
+    async def send(*ports: int, timeout_s: float) -> Outcome:
+        async def look_up(*_: Any, **__: Any) -> list[Any]:
+            return addresses(*ports)
+
+        monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", look_up)  # that of uvloop is not Python's
+        transport = AsyncDirectTransport(Credentials())
+        outcome = await transport.send(Request("GET", "/livez", timeout_s=timeout_s), NAME)
+        await transport.close()
+        return outcome
+
+    def node(connected: socket.socket) -> None:
+        peer = Peer(connected)
+        peer.send(peer.answer(peer.until(wire.HEADERS), b"here"))
+
+    with serving(node) as url:
+        found = run(send(unused(), silent, silent, int(url.rsplit(":", 1)[1]), timeout_s=20.0))
+    assert isinstance(found, Response), found
+    assert found.body == b"here"
+    refused, late = run(send(unused(), unused(), timeout_s=20.0)), run(send(unused(), silent, timeout_s=0.1))
+    assert isinstance(refused, Unreachable)
+    assert "connection refused" in refused.detail
+    assert isinstance(late, Unreachable)
+    assert "timed out" in late.detail
 
 
 def test_what_can_be_connected_to_nowhere_says_why(silent: int, monkeypatch: pytest.MonkeyPatch) -> None:

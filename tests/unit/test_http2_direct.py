@@ -10,7 +10,8 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from tests.unit.http2_connection import ASKED, BODY_BYTES, WAYS, Into, connected, frames_of, tell
 
 from paramserver.wire import http2 as wire
-from paramserver_node.http2 import CONNECTION_WINDOW_BYTES, DIRECT_BYTES_MIN, READ_BYTES, Connection
+from paramserver_node.http2 import DIRECT_BYTES_MIN, READ_BYTES, Connection
+from paramserver_node.receive_limits import CONNECTION_WINDOW_BYTES
 from paramserver_node.stream import BODY
 
 
@@ -68,6 +69,19 @@ async def test_a_body_is_put_where_it_belongs(frame_bytes: int, piece_bytes: int
             with suppress(BufferError):  # a thread releases its view a moment later
                 sink.memory.clear()  # fails forever if the connection still has a view of it
             await asyncio.sleep(0)
+
+
+@pytest.mark.parametrize("threads", WAYS)
+async def test_a_body_whose_memory_is_there_may_come_whole(threads: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The windows are widened at once to all that is to come of a body, as there is memory for it."""
+    size = CONNECTION_WINDOW_BYTES + (1 << 20)
+    monkeypatch.setattr("tests.unit.http2_connection.BODY_BYTES", size)
+    async with connected(into([Into()]), threads=threads) as (theirs, connection):
+        await asked(theirs, connection, 1)
+        assert (connection._receive_window, connection._streams[1]._receive_window) == (size, size)
+        await asyncio.get_running_loop().sock_sendall(theirs, frames_of(1, bytes(size), 1 << 20))
+        assert await answered(theirs, 1) == [wire.encoded([(b":status", b"200")])]
+        assert connection._receive_window + connection._used == CONNECTION_WINDOW_BYTES
 
 
 @pytest.mark.parametrize("threads", WAYS)

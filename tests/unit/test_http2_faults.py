@@ -19,7 +19,7 @@ from tests.unit.scripted_server import OK, Blocking, Kept, Kind, OnLoop, Peer, P
 
 from paramserver.errors import PsError
 from paramserver.net import connection, http2
-from paramserver.net.calls import Outcome, Request, Response
+from paramserver.net.calls import Outcome, Request, Response, TakenTooSlowly
 from paramserver.net.connection import Connection
 from paramserver.net.direct import AsyncDirectTransport
 from paramserver.wire import http2 as wire
@@ -78,6 +78,23 @@ def test_a_request_that_breaks_in_the_middle_is_in_doubt(kind: Kind) -> None:
         assert [o.code for o in outcomes if isinstance(o, PsError)] == ["in_doubt", "in_doubt"]
         server.thread.join(10.0)
         assert not server.thread.is_alive(), "the client kept a connection that does not speak HTTP/2"
+
+
+@both_clients
+def test_a_request_that_was_not_sent_whole_in_time_is_not_in_doubt(kind: Kind) -> None:
+    """A change whose body the server did not take whole by the deadline was certainly not made: so says its error."""
+
+    def reluctant(peer: Peer) -> None:
+        peer.send(wire.settings({}))
+        peer.until(wire.HEADERS)
+        with suppress(AssertionError, OSError):  # the client hangs up
+            peer.until(wire.GOAWAY)
+
+    with Server(kind, reluctant) as server:
+        outcome = server.transport.send(Request("POST", "/push", bytes(100_000), timeout_s=0.5), server.url)
+    assert isinstance(outcome, TakenTooSlowly)
+    assert (outcome.code, outcome.retryable, "timeout=" in outcome.hint) == ("unavailable", True, True)
+    assert f"{wire.WINDOW_BYTES} of 100000 bytes" in outcome.detail
 
 
 @both_clients

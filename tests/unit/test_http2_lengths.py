@@ -13,8 +13,8 @@ from tests.unit.http2_connection import ASKED, BODY_BYTES, WAYS, Into, connected
 from paramserver.errors import PsError
 from paramserver.wire import http2 as wire
 from paramserver.wire.frame import PushFrame, PushPart, encode_header
-from paramserver_node.http2 import CONNECTION_WINDOW_BYTES
 from paramserver_node.middleware import NodeMiddleware
+from paramserver_node.receive_limits import CONNECTION_WINDOW_BYTES
 from paramserver_node.stream import BODY
 from paramserver_scheduler import bodies
 from paramserver_scheduler.large_bodies import LargeBodies

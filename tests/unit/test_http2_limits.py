@@ -12,8 +12,9 @@ from tests.unit.http2_connection import ASKED, Into, connected, frames_of, tell
 
 from paramserver.wire import http2 as wire
 from paramserver_node import frame_abuse, stream
-from paramserver_node.http2 import CONNECTION_WINDOW_BYTES, FIRST_BYTES
-from paramserver_node.stream import BODY, UNREAD_BYTES_MAX
+from paramserver_node.http2 import FIRST_BYTES
+from paramserver_node.receive_limits import CONNECTION_WINDOW_BYTES
+from paramserver_node.stream import BODY, READING_WINDOW_BYTES, UNREAD_BYTES_MAX
 
 ENDS = wire.END_HEADERS | wire.END_STREAM
 OPENED = wire.frame(wire.HEADERS, wire.END_HEADERS, 1, ASKED)
@@ -137,6 +138,30 @@ async def test_bodies_that_wait_unread_leave_the_others_their_window() -> None:
                 by = int.from_bytes(payload)
                 if kind == wire.WINDOW_UPDATE and of in allowed and by != CONNECTION_WINDOW_BYTES - wire.WINDOW_BYTES:
                     allowed[of] += by
+
+
+async def test_one_body_at_a_time_may_come_far_ahead_of_its_app() -> None:
+    """Of the bodies on a connection that apps read piece by piece, one at a time has the larger window.
+
+    A body whose announced length fits into the smaller one needs no window updates, and gets none.
+    """
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        while (await receive())["type"] == "http.request":
+            pass
+
+    async def windows(*numbers: int) -> list[int]:
+        while not all(n in connection._streams and not connection._streams[n].is_new for n in numbers):
+            await asyncio.sleep(0)
+        return [connection._streams[n]._receive_window for n in numbers]
+
+    short = ASKED + wire.encoded([(b"content-length", b"%d" % UNREAD_BYTES_MAX)])
+    async with connected(app) as (theirs, connection):
+        for number, block in ((1, short), (3, ASKED), (5, ASKED)):
+            await tell(theirs, wire.frame(wire.HEADERS, wire.END_HEADERS, number, block))
+        assert await windows(1, 3, 5) == [UNREAD_BYTES_MAX, READING_WINDOW_BYTES, UNREAD_BYTES_MAX]
+        await tell(theirs, wire.u32_frame(3, wire.RST_STREAM, wire.CANCEL) + wire.frame(wire.DATA, 0, 5, bytes(1)))
+        assert await heard(theirs, wire.WINDOW_UPDATE, 5) == (0, (READING_WINDOW_BYTES - UNREAD_BYTES_MAX).to_bytes(4))
 
 
 async def test_a_client_hears_of_its_body_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,14 +26,18 @@ from paramserver.wire.frame import MEDIA_TYPE, PullFrame, encode_header
 
 log = logging.getLogger("paramserver")
 
-PROBE_S: Final = 1.0
-"""Timeout of a probe; an address that does not answer within it counts as unreachable from here."""
+PROBE_S: Final = 3.0
+"""Timeout of a probe; an address that does not answer within it counts as unreachable from here.  With TLS it takes
+four round trips."""
 LEAVE_S: Final = 1.0
 """How long a closing client waits for each shard to take back its slots and leases."""
 MAPS_KEPT_MAX: Final = 64
 """Maps of models that a client keeps; that of 500 parameters takes 700 KiB.  One more request fetches another again."""
 _TRY_AGAIN_S: Final = (5.0, 30.0)
 """Delays after which a silent address is probed again, twice in all: its shard may just be starting."""
+_SELDOM_S: Final = 50.0
+"""Delay after which it is probed once more, whenever a map is fetched; a worker's heartbeat does that each minute, so
+that no call has to wait."""
 _ANSWERED_AGAIN_S: Final = (5.0, 10.0)
 """The same for an address that has answered before; the last delay is repeated for as long as the map names it."""
 _EPISODE_S: Final = 60.0
@@ -106,9 +110,10 @@ class _Address:
     failing_since: float | None = None
     """When a request to it first failed, of those that failed one after the other."""
 
-    def is_due(self, now: float) -> bool:
-        """Whether it is time to probe it again."""
-        return self.again_at is not None and self.again_at <= now
+    def is_due(self, now: float, *, fetched: bool) -> bool:
+        """Whether it is time to probe it again; `fetched`: a map was."""
+        seldom = not self.has_answered and self.tries > len(_TRY_AGAIN_S)
+        return self.again_at is not None and self.again_at <= now and (fetched or not seldom)
 
 
 def model_path(name: str, *rest: str) -> str:
@@ -147,8 +152,8 @@ class Cluster:
             self._look_again = again[1:]
             model_map = None
         if model_map is not None and model_map is not newer_than:
-            if self._due(model_map, deadline.clock()):
-                yield from self._probe(model_map, deadline)
+            if self._due(model_map, deadline.clock(), fetched=False):
+                yield from self._probe(model_map, deadline, fetched=False)
             return model_map
         doc = yield from deliver_json(json_request("GET", model_path(model), timeout_s=ATTEMPT_S), deadline)
         return (yield from self.store_document(doc, deadline))
@@ -168,8 +173,8 @@ class Cluster:
         self._maps[fresh.name] = fresh
         for oldest in list(self._maps)[:-MAPS_KEPT_MAX]:
             self.forget(oldest)
-        if self._due(fresh, deadline.clock()):
-            yield from self._probe(fresh, deadline)
+        if self._due(fresh, deadline.clock(), fetched=True):
+            yield from self._probe(fresh, deadline, fetched=True)
         return fresh
 
     def _encrypted(self, fresh: ModelMap) -> ModelMap:
@@ -256,7 +261,7 @@ class Cluster:
             known.again_at = now
         self._look_again = tuple(now + s for s in _LOOK_AGAIN_S)
 
-    def _due(self, model_map: ModelMap, now: float) -> bool:
+    def _due(self, model_map: ModelMap, now: float, *, fetched: bool) -> bool:
         """Whether some address is due for a probe.
 
         New ones are; silent ones are when their delay is over, if none of their shard answers or they are on this
@@ -268,15 +273,17 @@ class Cluster:
                 if known is None:
                     return True
                 wanted = known.answers or is_same_host(address) or not self._direct(model_map, owner)
-                if wanted and known.is_due(now):
+                if wanted and known.is_due(now, fetched=fetched):
                     return True
         return False
 
-    def _probe(self, model_map: ModelMap, deadline: Deadline) -> Call[None]:
-        """Probe, concurrently, the owners' addresses that are new or due for another try."""
-        now = deadline.clock()
-        advertised = [a for owner in model_map.in_use for a in model_map.addresses.get(owner, ())]
-        found = [a for a in dict.fromkeys(advertised) if (known := self._known.get(a)) is None or known.is_due(now)]
+    def _probe(self, model_map: ModelMap, deadline: Deadline, *, fetched: bool) -> Call[None]:
+        """Probe, concurrently, the owners' addresses that are new or due for another try; `fetched` as in `is_due`."""
+        now, found = deadline.clock(), list[str]()
+        for address in dict.fromkeys(a for owner in model_map.in_use for a in model_map.addresses.get(owner, ())):
+            known = self._known.get(address)
+            if known is None or known.is_due(now, fetched=fetched):
+                found.append(address)
         if not found:
             return
         self._forget_unnamed()
@@ -287,9 +294,8 @@ class Cluster:
             before = self._known.get(address)
             has_answered = answers or (before is not None and before.has_answered)
             tries = before.tries if before is not None and not before.answers else 0
-            delays = _ANSWERED_AGAIN_S if has_answered else _TRY_AGAIN_S
-            last = answers or (tries >= len(delays) and not has_answered)
-            again_at = None if last else deadline.clock() + delays[min(tries, len(delays) - 1)]
+            delays = _ANSWERED_AGAIN_S if has_answered else (*_TRY_AGAIN_S, _SELDOM_S)
+            again_at = None if answers else deadline.clock() + delays[min(tries, len(delays) - 1)]
             self._known[address] = _Address(answers, tries + 1, again_at, has_answered)
         silent = [s for s in model_map.in_use if not self._direct(model_map, s)]
         if silent and not self._warned:

@@ -18,7 +18,17 @@ from paramserver.client.same_host import Leased, Slot, is_same_host
 from paramserver.core.selection import Part, Selection
 from paramserver.errors import InDoubt, PsError, StaleMapError, Unavailable, Unreachable, problem
 from paramserver.limits import BODY_BYTES_MAX
-from paramserver.net.calls import Call, Deadline, Outcome, Pause, Response, error_of, json_of, json_request
+from paramserver.net.calls import (
+    Call,
+    Deadline,
+    Outcome,
+    Pause,
+    Response,
+    TakenTooSlowly,
+    error_of,
+    json_of,
+    json_request,
+)
 from paramserver.net.retry import NOT_AGAIN, Backoff, is_temporary, may_be_done, to_result, together
 from paramserver.types import ITEMSIZE, DType
 from paramserver.wire.frame import PullReply, PushReply
@@ -80,7 +90,8 @@ class Transfer:
             return []
         errors = [error for _, _, error in failed if error.code != "slot_gone"]  # retried at once, with another slot
         failures = [e for e in errors if is_temporary(e) or self._is_outdated(e)]
-        silent = [(to, e) for to, _, e in failed if to is not None and isinstance(e, Unreachable | InDoubt)]
+        silence = Unreachable | InDoubt | TakenTooSlowly
+        silent = [(to, e) for to, _, e in failed if to is not None and isinstance(e, silence)]
         for to, error in silent:
             if isinstance(error, Unreachable) or not is_same_host(to):
                 self.cluster.lost(to, self.deadline.clock())

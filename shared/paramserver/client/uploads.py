@@ -19,8 +19,9 @@ NPY: Final = "application/x-npy"
 AT_ONCE: Final = KEPT_MAX
 """Most requests sent at the same time: a scheduler stores once what it learns of all of them, and each leaves its
 connection to the next."""
-AT_ONCE_BYTES: Final = 4 << 20
-"""Bytes sent at the same time; a larger piece goes alone."""
+AT_ONCE_BYTES: Final = 16 << 20
+"""Bytes sent at the same time, which are copied for that; a larger piece goes alone.  To a distant cluster each round
+takes several round trips."""
 
 
 class _Piece(NamedTuple):

@@ -12,7 +12,7 @@ from urllib.parse import quote, urlsplit
 
 from paramserver.core.urls import DEFAULT_URL, listed_urls
 from paramserver.errors import InDoubt, Unavailable, problem
-from paramserver.net.calls import Outcome, Response, is_gateway_failure
+from paramserver.net.calls import Outcome, Response, TakenTooSlowly, is_gateway_failure
 
 ENV_URL: Final = "PARAMSERVER_URL"
 SCHEDULERS: Final = "x-paramserver-schedulers"
@@ -83,9 +83,10 @@ class Addresses:
         """Record the outcome of a request to `url`; return whether to try the next URL.
 
         True if the URL was unreachable, or its node refused the request unseen or knew no leader; False if the request
-        may have been executed.
+        may have been executed, or its time is over.
         """
-        lost = is_gateway_failure(outcome) if isinstance(outcome, Response) else isinstance(outcome, InDoubt)
+        silent = InDoubt | TakenTooSlowly
+        lost = is_gateway_failure(outcome) if isinstance(outcome, Response) else isinstance(outcome, silent)
         if isinstance(outcome, Response):
             self._learn(url, outcome.headers.get(SCHEDULERS, ""))
             if _knows_no_leader(outcome) and not lost:

@@ -11,7 +11,7 @@ from typing import Final
 
 from paramserver.net import http2
 from paramserver.net.calls import Sink
-from paramserver.net.http2 import Answer, Client, Refused
+from paramserver.net.http2 import Answer, Client, NotSent, Refused
 from paramserver.wire import tcp
 from paramserver.wire.http2 import Header
 
@@ -95,12 +95,13 @@ class AsyncConnection(asyncio.BufferedProtocol):
     ) -> Answer:
         """Send one request and return its answer; the body of a 200 goes to `sink`, if given.
 
-        Raises TimeoutError after `timeout_s` or when the shard is found dead, Refused, other OSErrors, and what the
-        sink raises.
+        Raises TimeoutError after `timeout_s` or when the shard is found dead (NotSent if some of the body was still to
+        be sent), Refused, other OSErrors, and what the sink raises.
         """
         if self._transport is None or self._transport.is_closing():
             raise Refused("it was closed before the request was sent")
-        client, answer, left = self._client, _Awaited(sink, self), sum(map(len, body))
+        client, answer = self._client, _Awaited(sink, self)
+        left = whole = sum(map(len, body))
         begun_s = self.loop.time()
         if self._liveness_timer is None:
             self._last_read_s, self._pinged = begun_s, False
@@ -131,6 +132,8 @@ class AsyncConnection(asyncio.BufferedProtocol):
             if not client.usable and not client.open:
                 self.hang_up()
             self._flush_soon()
+        if left and isinstance(answer.failed, TimeoutError):
+            raise NotSent(whole - left, whole)
         if answer.failed is not None:
             raise answer.failed
         return answer

@@ -15,7 +15,7 @@ from typing import Any, Final, Protocol, TypeAlias, TypeVar
 import numpy as np
 from msgspec import Struct, field
 
-from paramserver.errors import PsError, from_document, problem
+from paramserver.errors import PsError, Unavailable, from_document, problem
 from paramserver.wire.sink import Sink as BodySink
 
 T = TypeVar("T")
@@ -79,6 +79,10 @@ class Response(Struct, frozen=True):
     """Empty if it went into the request's sink."""
     url: str = ""
     """Base URL of the node that answered."""
+
+
+class TakenTooSlowly(Unavailable):
+    """The outcome of a request whose whole body a node did not take in time: it was not carried out."""
 
 
 class Pause(Struct, frozen=True):

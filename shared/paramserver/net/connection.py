@@ -20,7 +20,7 @@ from typing import Final, TypeVar
 from paramserver.limits import RECEIVE_LOW_WATER_BYTES
 from paramserver.net import http2
 from paramserver.net.calls import Sink
-from paramserver.net.http2 import Answer, Client, Refused
+from paramserver.net.http2 import Answer, Client, NotSent, Refused
 from paramserver.wire.http2 import HEAD_BYTES, PAYLOAD_BYTES_MAX, Header
 
 T = TypeVar("T")
@@ -98,7 +98,8 @@ class Connection:
     def ask(self, headers: Sequence[Header], body: Sequence[memoryview], sink: Sink | None, timeout_s: float) -> Answer:
         """Send one request and return its answer; the body of a 200 goes to `sink`, if given.
 
-        Raises TimeoutError after `timeout_s` or when the shard is found dead, Refused, and what the sink raises.
+        Raises TimeoutError after `timeout_s` or when the shard is found dead (NotSent if it has not taken the whole
+        body), Refused, and what the sink raises.
         """
         self._give_up_at = time.monotonic() + timeout_s
         self._wait_at_most(min(http2.SILENCE_S, timeout_s))
@@ -125,23 +126,28 @@ class Connection:
     # Sending
 
     def _send(self, stream: int, answer: Answer, body: Sequence[memoryview], left: int) -> None:
-        client = self._client
-        for piece in body:
-            while piece and not answer.ended:
-                n = client.allowed(answer, len(piece))
-                if n <= 0:
-                    self._flush()
-                    self._read()
-                    continue
-                left -= n
-                client.start_data_frame(stream, n, ends=not left)
-                if left and len(client.unsent) + n <= PAYLOAD_BYTES_MAX:
-                    client.unsent += piece[:n]  # sent with what follows
-                else:
-                    self._flush(piece[:n])
-                piece = piece[n:]
-        if client.unsent:
-            self._flush()
+        client, whole = self._client, left
+        try:
+            for piece in body:
+                while piece and not answer.ended:
+                    n = client.allowed(answer, len(piece))
+                    if n <= 0:
+                        self._flush()
+                        self._read()
+                        continue
+                    client.start_data_frame(stream, n, ends=n == left)
+                    if n < left and len(client.unsent) + n <= PAYLOAD_BYTES_MAX:
+                        client.unsent += piece[:n]  # sent with what follows
+                    else:
+                        self._flush(piece[:n])
+                    left -= n
+                    piece = piece[n:]
+            if client.unsent:
+                self._flush()
+        except TimeoutError as e:
+            if not left:
+                raise
+            raise NotSent(whole - left, whole) from e
         if left:
             client.usable = False  # the shard answered before it had the whole body
 

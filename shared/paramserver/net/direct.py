@@ -18,12 +18,12 @@ from urllib.parse import unquote, urlsplit
 
 from paramserver.errors import InDoubt, PsError, problem
 from paramserver.net.aio_connection import AsyncConnection
-from paramserver.net.calls import Deadline, Outcome, Request, Response
+from paramserver.net.calls import Deadline, Outcome, Request, Response, TakenTooSlowly
 from paramserver.net.concurrent_requests import Interruptible, using_memory
-from paramserver.net.connect import CONNECT_S, connect
+from paramserver.net.connect import CONNECT_S, connect, connect_on_loop
 from paramserver.net.connection import ENDED, Connection
 from paramserver.net.credentials import Credentials
-from paramserver.net.http2 import Answer, Refused
+from paramserver.net.http2 import Answer, NotSent, Refused
 from paramserver.net.idle import Idle
 from paramserver.net.proxies import is_here, proxy_of
 from paramserver.wire import tcp
@@ -129,6 +129,9 @@ def _failure(error: Exception, request: Request, address: str) -> PsError:
         return error  # raised by the sink
     if isinstance(error, Refused):
         return problem("unavailable", f"{address} takes no requests at the moment ({error})", retry_after_s=0.0)
+    if isinstance(error, NotSent):
+        detail = f"{address} did not take the whole request within {request.timeout_s:.3g} s: {error}"
+        return TakenTooSlowly("unavailable", detail, hint="again, with a longer timeout=", retry_after_s=0.0)
     if isinstance(error, TimeoutError):
         return problem("in_doubt", f"{address} did not answer within {request.timeout_s:.3g} s")
     if isinstance(error, _BROKEN) or getattr(error, "errno", None) is not None:  # the system's
@@ -344,8 +347,8 @@ class AsyncDirectTransport(_RequestEncoder):
                 del self._connecting[address]
 
     async def _connected(self, address: str) -> AsyncConnection:
-        loop = asyncio.get_running_loop()
         if address.startswith(SCHEME):
+            loop = asyncio.get_running_loop()
             transport, connection = await loop.create_unix_connection(AsyncConnection, path_of(address))
             try:
                 _check_owner(transport.get_extra_info("socket"))
@@ -354,11 +357,7 @@ class AsyncDirectTransport(_RequestEncoder):
                 raise
             return connection
         host, port, secure = _host(address)
-        socket.socket().close()  # before the look-up, which does not say that it lacks a file
-        context = self._context if secure else None
-        # Of several addresses, a silent one must not take the time of all.  (uvloop cannot try them side by side.)
-        side_by_side: dict[str, Any] = {"happy_eyeballs_delay": 0.25} if isinstance(loop, asyncio.BaseEventLoop) else {}
-        return (await loop.create_connection(AsyncConnection, host, port, ssl=context, **side_by_side))[1]
+        return await connect_on_loop(AsyncConnection, host, port, self._context if secure else None)
 
     def close_rested(self) -> None:
         """Close the connections that have been idle: a network that has lost one may have lost all."""

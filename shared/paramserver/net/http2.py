@@ -39,6 +39,13 @@ class Refused(OSError):
     """Raised when the shard has not processed the request: it can be sent again on another connection."""
 
 
+class NotSent(TimeoutError):
+    """Raised when the shard did not take the whole body of a request in time: it has not carried it out."""
+
+    def __init__(self, sent_bytes: int, body_bytes: int) -> None:
+        super().__init__(f"{sent_bytes} of {body_bytes} bytes were sent")
+
+
 class Answer:
     """The answer to one request, as it arrives."""
 

@@ -13,7 +13,7 @@ from typing import Any, Final
 from msgspec.structs import replace
 
 from paramserver.errors import InDoubt, PsError, StaleMapError, Unavailable, Unreachable, from_document, problem
-from paramserver.net.calls import Call, Deadline, Outcome, Pause, Request, Response, error_of, json_of
+from paramserver.net.calls import Call, Deadline, Outcome, Pause, Request, Response, TakenTooSlowly, error_of, json_of
 
 FIRST_S: Final = 0.05
 LONGEST_S: Final = 2.0
@@ -113,7 +113,7 @@ class Backoff:
         tried = f"tried for {tried_s:.3g} s"
         if said is None:
             detail = f"{error.detail}; {tried}"
-        elif isinstance(error, InDoubt) and self.deadline.left_s() < _ABOUT_S and last_s < tried_s / 2:
+        elif not isinstance(error, Unreachable) and self.deadline.left_s() < _ABOUT_S and last_s < tried_s / 2:
             # The deadline has cut off the last attempt: its silence says nothing about the node.
             detail = f"{said.detail}; {tried}, the last time for only {last_s:.3g} s"
         else:
@@ -140,7 +140,7 @@ def is_temporary(error: PsError) -> bool:
 
 
 def _is_silence(error: PsError) -> bool:
-    return isinstance(error, Unreachable | InDoubt)
+    return isinstance(error, Unreachable | InDoubt | TakenTooSlowly)
 
 
 def may_be_done(error: PsError) -> bool:

@@ -18,10 +18,10 @@ class Sink(Protocol):
 
 
 class Destination(Sink, Protocol):
-    """A sink that may know the place of the whole rest of a body."""
+    """A sink that knows the place of the whole rest of a body."""
 
     def rest(self) -> Sequence[memoryview]:
-        """Return memory for the whole rest, in order; empty if unknown.  `filled` may then exceed what `room` gave."""
+        """Return memory for the whole rest, in order.  `filled` may then exceed what `room` gave."""
 
 
 def pour(data: memoryview, sink: Sink) -> memoryview:
