@@ -61,8 +61,8 @@ class Training(RuleBasedStateMachine):
         name = data.draw(st.sampled_from(sorted(self.workers)))
         w = self.workers[name]
         if w["parked"] is None:
-            w["asked"] = w["clock"] + 1
-            w["parked"] = self.d.clock_of(w, w["asked"], crash)
+            w["done"] = w["clock"] + 1
+            w["parked"] = self.d.clock_of(w, w["done"], crash)
             if crash is not None:
                 number = w["parked"]
                 self._kill_scheduler()
@@ -105,7 +105,7 @@ class Training(RuleBasedStateMachine):
                     del self.workers[name]
             elif reply["released"]:
                 self.released(w, reply)
-                w["clock"] = max(w["asked"], reply["clock"])
+                w["clock"] = max(w["done"], reply["clock"])
 
     def released(self, w: dict[str, Any], reply: dict[str, Any]) -> None:
         """Check a released worker; for subclasses."""
@@ -176,10 +176,10 @@ class SspTraining(Training):
     mode = {"mode": "ssp", "staleness": 2}  # noqa: RUF012
 
     def released(self, w: dict[str, Any], reply: dict[str, Any]) -> None:
-        assert w["asked"] - reply["min_clock"] <= 2
+        assert w["done"] - reply["min_clock"] <= 2
         alive = self.alive()
-        reported = [v.get("asked", v["clock"]) for v in self.workers.values() if (v["worker"], v["epoch"]) in alive]
-        assert not reported or w["asked"] - min(reported) <= 2
+        reported = [v.get("done", v["clock"]) for v in self.workers.values() if (v["worker"], v["epoch"]) in alive]
+        assert not reported or w["done"] - min(reported) <= 2
 
 
 SETTINGS = settings(max_examples=30, stateful_step_count=25, deadline=None)
