@@ -23,6 +23,7 @@ from paramserver_cli import config, doctor
 from paramserver_cli.main import app
 
 from .cluster import PSCTL, Cluster, cluster, get
+from .prepared import prepared
 
 pytestmark = pytest.mark.process
 
@@ -149,6 +150,21 @@ def measured(running: Cluster) -> list[dict[str, str]]:
         return shards
 
     return eventually(found, what="the bandwidth of the shards")
+
+
+def test_a_cluster_goes_on_with_the_shards_that_it_had(tmp_path: Path) -> None:
+    """After `scale shards 3` and `down`, `up` without options starts three shards, and says so."""
+    state = tmp_path / "c"
+    with cluster(state, shards=1) as first:
+        scaled = first.psctl("scale", "shards", "3", "--state-dir", str(state), timeout_s=150)
+        assert scaled.returncode == 0, scaled.stdout + scaled.stderr
+    try:
+        again = prepared().run(["up", "--detach", "--json", "--state-dir", str(state)], os.environ, 220.0)
+        assert again.returncode == 0, again.stdout + again.stderr
+        assert len(json.loads(again.stdout)["shards"]) == 3
+        assert "as before: --shards 3 " in again.stderr
+    finally:
+        prepared().run(["down", "--state-dir", str(state)], os.environ, 60.0)
 
 
 def test_everything_that_lists_lists_json(shared_cluster: Cluster) -> None:
