@@ -257,7 +257,7 @@ def cluster(url: str | None) -> Iterator[Finding]:
         "versions",
         "ok" if same else "warning",
         f"cluster {theirs}, here {ps.__version__}",
-        "" if same else f"pip install paramserver=={theirs}",
+        "" if same else f"check out version {theirs} and install that, or upgrade the cluster",
     )
     shards = [n for n in status["nodes"] if n["role"] == "shard" and n["alive"]]
     for folder in _shared_memory_of(shards):

@@ -169,6 +169,19 @@ class StateDir:
         """Return the plan; None if none was ever written."""
         return self._read(Plan)
 
+    def take_back_plan(self, last: Plan | None) -> None:
+        """Put the plan of before a start that has failed in place of its own, if no other start has begun.
+
+        None: there was none.
+        """
+        if (lock := self.lock()) is None:
+            return
+        with lock:
+            if last is not None:
+                self.write(last)
+            else:
+                (self.path / "plan.json").unlink(missing_ok=True)
+
     def cluster(self) -> Cluster | None:
         """Return the cluster as last written; None before it is ready."""
         return self._read(Cluster)

@@ -25,6 +25,7 @@ from paramserver_cli.children import ChildSpec, Guard, signal_group, start
 from paramserver_cli.processes import Processes
 from paramserver_cli.state_directory import Cluster, Phase, Plan, StateDir, SupervisorState
 from paramserver_node import redis_server
+from paramserver_node.log import to_standard_error
 from paramserver_node.race import race
 from paramserver_node.setting_checks import shown
 
@@ -343,7 +344,7 @@ async def _main(
 
 def main(argv: list[str]) -> int:
     """Run the plan of a state directory until told to stop, and return the exit status."""
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
+    to_standard_error(logging.INFO)
     state = StateDir(Path(argv[0]))
     lock, lifeline = int(argv[1]), int(argv[2]) if len(argv) > 2 else None
     guard = Guard()

@@ -5,6 +5,7 @@ import os
 import shlex
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -27,6 +28,7 @@ REDIS_TIMEOUT_S = 3.0
 
 
 def up(
+    ctx: typer.Context,
     shards: Annotated[int, typer.Option(min=1, max=1024, help="Shard processes.")] = 2,
     workers: Annotated[int, typer.Option(min=0, max=1024, help="Pool workers, which wait for runs.")] = 0,
     schedulers: Annotated[int, typer.Option(min=1, max=9, help="Schedulers: one leads, the others stand by.")] = 1,
@@ -61,7 +63,8 @@ def up(
 ) -> None:
     """Start a cluster: Redis, schedulers, shards and workers, restarted when they die.
 
-    Without --detach it runs until Ctrl-C. Examples:
+    Without --detach it runs until Ctrl-C. In a folder that has had a cluster it goes on from that one's data, with the
+    same number of shards, ports and so on: defaults are for a new folder. Examples:
 
         psctl up                                      two shards, in this terminal
 
@@ -87,8 +90,10 @@ def up(
         schedulers=schedulers,
         appendfsync=appendfsync,
     )
+    last = folder.plan()
+    plan, kept = _as_before(ctx, last, plan)
     if plan.redis is not None:
-        if appendfsync != "everysec":
+        if plan.appendfsync != "everysec":
             raise typer.BadParameter(
                 "it is for a Redis that psctl up starts, and this one is yours", param_hint="--appendfsync"
             )
@@ -96,6 +101,8 @@ def up(
     if not detach:
         unwind.on_signals()  # SIGTERM becomes an exception, so that this process ends after its cluster
     launched = launch.launch(folder, plan, detach=detach, lifeline=lifeline)
+    if kept:
+        typer.echo(f"as before: {kept} (an option takes the place of each)", err=True)
     try:
         _wait(launched)
         if not detach:
@@ -104,6 +111,8 @@ def up(
     except BaseException as e:
         typer.echo("stopping", err=True)
         launch.end(launched)
+        if folder.cluster() is None:  # it was never ready: the next start is not to fail for the same options
+            folder.take_back_plan(last)
         if (lost := launch.not_stored(folder)) and lost not in str(e):
             typer.echo(lost, err=True)
         raise
@@ -114,6 +123,29 @@ def up(
             # Python would flush the rest of the buffer at exit, fail again, and print a message of its own.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             raise Failed(f"the cluster is up, but its description could not be printed: {e.strerror}") from None
+
+
+def _as_before(ctx: typer.Context, last: Plan | None, plan: Plan) -> tuple[Plan, str]:
+    """Return the plan with what the folder's last one had where no option is given.
+
+    And as a text of options, what of that is not the default.
+    """
+    if last is None:
+        return plan, ""
+    new = Plan()
+    names = ["shards", "workers", "schedulers", "port", "host", "insecure", "allow", "redis", "appendfsync"]
+    given = {n for n in names if getattr(ctx.get_parameter_source(n), "name", "") != "DEFAULT"}
+    if "host" in given:
+        given.add("insecure")  # it was said of another address
+    if plan.redis is not None:
+        given |= {"redis", "appendfsync"}
+    kept = {n: getattr(last, n) for n in names if n not in given}
+    options: list[str] = []
+    for name, value in kept.items():
+        if value != getattr(new, name):
+            values = value if isinstance(value, list) else [shown(value) if name == "redis" else value]
+            options += [f"--{name}" if v is True else f"--{name} {shlex.quote(str(v))}" for v in values]
+    return replace(plan, **kept), " ".join(options)
 
 
 def _check_redis(url: str) -> None:

@@ -23,6 +23,7 @@ from paramserver_cli import config, doctor
 from paramserver_cli.main import app
 
 from .cluster import PSCTL, Cluster, cluster, get
+from .prepared import prepared
 
 pytestmark = pytest.mark.process
 
@@ -149,6 +150,31 @@ def measured(running: Cluster) -> list[dict[str, str]]:
         return shards
 
     return eventually(found, what="the bandwidth of the shards")
+
+
+def test_a_cluster_goes_on_with_what_it_had_wherever_its_folder_is(tmp_path: Path) -> None:
+    """After `scale shards 3`, `down` and a move of the folder `up` starts three shards, and says so.
+
+    The list of checkpoints names their files where they are now.
+    """
+    state, moved = tmp_path / "c", tmp_path / "moved"
+    with cluster(state, shards=1) as first:
+        with ps.connect(first.url) as client:
+            client.create_model("kept", {"w": (4,)})
+        assert first.psctl("checkpoint", "save", "kept").returncode == 0
+        scaled = first.psctl("scale", "shards", "3", "--state-dir", str(state), timeout_s=150)
+        assert scaled.returncode == 0, scaled.stdout + scaled.stderr
+    state.rename(moved)
+    try:
+        again = prepared().run(["up", "--detach", "--json", "--state-dir", str(moved)], os.environ, 220.0)
+        assert again.returncode == 0, again.stdout + again.stderr
+        assert len(json.loads(again.stdout)["shards"]) == 3
+        assert "as before: --shards 3 " in again.stderr
+        with ps.connect(json.loads(again.stdout)["scheduler"]) as client:
+            (kept,) = client.model("kept").checkpoints()
+        assert (Path(kept["path"]) / "manifest.json").exists()
+    finally:
+        prepared().run(["down", "--state-dir", str(moved)], os.environ, 60.0)
 
 
 def test_everything_that_lists_lists_json(shared_cluster: Cluster) -> None:

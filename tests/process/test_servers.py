@@ -1,5 +1,6 @@
 """The HTTP server and request forwarding, with each node in its own process."""
 
+import re
 import signal
 import socket
 import subprocess
@@ -149,13 +150,16 @@ def test_a_node_without_free_files_says_so_once() -> None:
 
 
 def test_a_misspelled_variable_is_logged(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A node warns of a PARAMSERVER_ variable that is no setting, as the default is in effect instead."""
+    """A node warns of a PARAMSERVER_ variable that is no setting, as the default is in effect instead.
+
+    The time of a line is in UTC, and says so.
+    """
     monkeypatch.setenv("PARAMSERVER_STOPS", "300")
     with node() as running:
         status, out = running.stop()
 
     assert status == 0
-    assert "WARNING paramserver.settings" in out
+    assert re.search(r"^\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z WARNING paramserver\.settings ", out, re.MULTILINE)
     assert "PARAMSERVER_STOPS (did you mean PARAMSERVER_STOP_S?)" in out
 
 

@@ -147,62 +147,7 @@ def test_names_of_the_dead_are_bounded_and_their_epochs_not_given_out_again(monk
     assert d.shards["pod-0"] > 2
 
 
-def test_shards_that_come_back_one_by_one_share_again() -> None:
-    """After all shards have left, one that returns alone gets all partitions, and the next one its share of them."""
-    d = Driver.with_model(**EIGHT)
-    for s in ("s0", "s1"):
-        d.ask(lambda n, s=s: io.LeaveShard(n, s, d.shards.pop(s)))  # type: ignore[misc]
-    d.restart()
-    d.shard("s0")
-    d.wait(2)
-    assert set(d.owners()) == {"s0"}
-    d.wait(1)
-    d.shard("s1")
-    d.wait(10)
-    assert d.owners().count("s1") == 4
-
-
 # --- an emptied Redis
-
-
-def test_shards_that_were_stopped_together_share_again_whoever_is_back_first() -> None:
-    """The first one waits for those that went with it, and not for longer than two seconds.
-
-    Given all partitions, it would load them all, perhaps into too little memory, and hand half of them on.
-    """
-    d = Driver.with_model()
-    for name in ("s0", "s1"):
-        d.ask(lambda n, name=name: io.LeaveShard(n, name, d.shards.pop(name)))  # type: ignore[misc]
-    d.wait(3600, shards=False)
-    d.restart()
-    d.shard("s1")
-    assert d.owners() == [None] * 4
-    d.shard("s0")
-    assert [d.owners().count(s) for s in ("s0", "s1")] == [2, 2]
-
-    for name in ("s0", "s1"):
-        d.ask(lambda n, name=name: io.LeaveShard(n, name, d.shards.pop(name)))  # type: ignore[misc]
-    d.shard("s1")
-    d.wait(1.5)
-    assert d.owners() == [None] * 4
-    d.wait(0.5)
-    assert d.owners() == ["s1"] * 4
-
-
-def test_partitions_that_wait_for_shards_are_placed_also_if_the_leader_changes_meanwhile() -> None:
-    """A leader that takes over while the first shard waits for the others gives it all partitions two seconds later.
-
-    Nothing did, until a shard joined or died: the model was not served.
-    """
-    d = Driver.with_model()
-    for name in ("s0", "s1"):
-        d.ask(lambda n, name=name: io.LeaveShard(n, name, d.shards.pop(name)))  # type: ignore[misc]
-    d.shard("s1")
-    d.restart()
-    d.wait(1.5)
-    assert d.owners() == [None] * 4
-    d.wait(0.5)
-    assert d.owners() == ["s1"] * 4
 
 
 def test_an_emptied_redis_gets_everything_back_and_owners_keep_their_memory() -> None:

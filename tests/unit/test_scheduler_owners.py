@@ -382,8 +382,8 @@ class Owners(RuleBasedStateMachine):
             return
         live = {s["name"] for s in self.leader.core.read.shards(self.now) if s["alive"]}
         for p in self.leader.core.read.model("m")["partitions"]:
-            # Shards that stopped together are waited for, at most `GATHER_S`, before anything is placed.
-            gathering = isfinite(self.leader.core._shards._expected_until_s)
+            # Shards that stopped together are waited for, at most `GATHER_MAX_S`, before anything is placed.
+            gathering = isfinite(self.leader.core._shards._expected_since_s)
             assert p["shard"] in live or (p["shard"] is None and (not live or gathering))
             if p["shard"] is not None:
                 assert self.redis.tokens[p["index"]] == p["incarnation"]

@@ -52,7 +52,12 @@ async def write(request: Request, m: str) -> Response:
 @takes_query(*PAGED)
 async def list_checkpoints(request: Request, m: str) -> Response:
     """List the checkpoints of a model, oldest first."""
-    return page(request, service(request).read.checkpoints(m))
+    s, store = service(request), request.app.state.checkpoints
+    found = s.read.checkpoints(m)
+    for checkpoint in found:
+        if checkpoint["scheduler"] == s.lease.name:  # its folder may have been moved since
+            checkpoint["path"] = str(store.path(m, checkpoint["name"]))
+    return page(request, found)
 
 
 @router.delete("/checkpoints/{name}", status_code=204, responses=response_doc(204, "Deleted"))

@@ -7,6 +7,7 @@ from typing import Any, Final
 from paramserver import limits
 from paramserver.core.fields import finite, is_name
 from paramserver.core.heartbeat_rows import CutRow, LostRow, ReleasedRow, ServedRow
+from paramserver.core.scheduler.balance import COPIES
 from paramserver.core.scheduler.cluster import Cluster
 from paramserver.core.scheduler.io import JoinShard, LeaveShard, OpenFeed, RedisEmptied, ShardHeartbeat
 from paramserver.core.scheduler.membership import Shard, expired
@@ -24,6 +25,8 @@ TOGETHER_S: Final = 30.0
 """Shards that have gone within this time of the last one are expected to come back with the first one that does."""
 GATHER_S: Final = 2.0
 """Time that the first shard waits for those before it is given all partitions, which would then move to them."""
+GATHER_MAX_S: Final = 60.0
+"""The same while those that are back lack the memory: as each loads what it is given, it would be killed for it."""
 
 
 class ShardDesk:
@@ -32,10 +35,12 @@ class ShardDesk:
     def __init__(self, cluster: Cluster, moves: MoveDesk, now: float) -> None:
         self.c = cluster
         self.moves = moves
-        self._expected: set[str] = set()
+        self._unheard = set(cluster.live_shards())
+        """Shards of the last leader that this one has not heard of yet."""
+        self._expected = self._gone_together() if self._ownerless_bytes() else set()
         """Shards that have gone together with one that has come back; until they are back, nothing is placed."""
-        self._expected_until_s = now + GATHER_S
-        """When everything is placed, whoever is missing.  At first for partitions that the last leader left waiting."""
+        self._expected_since_s = now
+        """inf once everything has been placed.  At first for partitions that the last leader left waiting."""
 
     def join(self, e: JoinShard, now: float) -> None:
         if not is_name(e.name):
@@ -64,10 +69,27 @@ class ShardDesk:
     def _expect_others(self, name: str, now: float) -> None:
         """When the first shard of a whole cluster comes back, expect the others that have gone with the last one."""
         if not self.c.live_shards():
-            last_s = max((s.gone_s for s in self.c.shards.values()), default=0.0)
-            self._expected = {s.name for s in self.c.shards.values() if last_s - s.gone_s <= TOGETHER_S}
-            self._expected_until_s = now + GATHER_S
+            self._expected |= self._gone_together()
+            self._expected_since_s = now
         self._expected.discard(name)
+        self._unheard.discard(name)
+
+    def _gone_together(self) -> set[str]:
+        """Names of the shards that have gone with the last one."""
+        gone = [s for s in self.c.shards.values() if not s.alive]
+        last_s = max((s.gone_s for s in gone), default=0.0)
+        return {s.name for s in gone if last_s - s.gone_s <= TOGETHER_S}
+
+    def _ownerless_bytes(self) -> int:
+        """Bytes of values and optimizer state that no shard owns."""
+        held = (item for m in self.c.models.values() for item in m.held_bytes().items())
+        return sum(size for (name, _), size in held if name is None)
+
+    def _have_room(self) -> bool:
+        """Whether the live shards can hold what has no owner, of which each would be given as much as the others."""
+        free = self.c.free_bytes()
+        known = [f for n in self.c.eligible_shards() if (f := free[n]) is not None]
+        return not known or COPIES * self._ownerless_bytes() <= len(known) * min(known)
 
     def _check_redis(self, e: JoinShard) -> None:
         """Raise ConflictError (`conflict`) if the shard's Redis is not the schedulers'."""
@@ -100,9 +122,18 @@ class ShardDesk:
         cut_off = len(live) > 1 and now - max(s.heard_s for s in live) > 2 * limits.HEARTBEAT_S
         for shard in live:
             shard.lease_s = limits.ALL_SILENT_S if cut_off else limits.LEASE_S
-        self.mark_dead(expired(self.c.shards.values(), now), now)
-        if now >= self._expected_until_s:
-            self._expected_until_s = inf
+        dead = expired(self.c.shards.values(), now)
+        if unheard := self._unheard & {s.name for s in dead}:
+            # All may have died with the last leader, and come back one by one, too.  If not, nobody waits for them.
+            known = any(s.memory_limit_bytes for s in live)
+            self._expected |= unheard
+            self._unheard -= unheard
+            self._expected_since_s = min(self._expected_since_s, now - GATHER_S if known else now)
+        self.mark_dead(dead, now)
+        waited_s = now - self._expected_since_s
+        over = waited_s >= GATHER_MAX_S or (waited_s >= GATHER_S and (not self._expected or self._have_room()))
+        if over and self.c.live_shards():
+            self._expected_since_s = inf
             self._expected.clear()
             self.place(*self.c.models.values())
         for shard in self.c.shards.values():
@@ -275,6 +306,7 @@ class ShardDesk:
         lost = [LostRow(*_checked(r, 4, "lost")) for r in e.lost]
         loads = [_checked(_load_row(r), 4, "loads") for r in e.loads]
         shard.heard_s = now
+        self._unheard.discard(e.name)
         shard.metrics = e.metrics
         shard.memory_limit_bytes, shard.memory_used_bytes = _memory(e.memory)
         for row in served:

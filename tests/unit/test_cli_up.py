@@ -1,0 +1,77 @@
+"""What `psctl up` is to start: the options given, else what the folder's cluster had, else the defaults."""
+
+from pathlib import Path
+from typing import Any
+from unittest.mock import Mock
+
+import pytest
+from typer.testing import CliRunner
+
+from paramserver_cli import up
+from paramserver_cli.launch import Failed
+from paramserver_cli.main import app
+from paramserver_cli.state_directory import Plan, StateDir
+
+REDIS = "redis://:secret@10.0.0.3:6379/0"
+
+
+@pytest.fixture(autouse=True)
+def nothing_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`psctl up` writes its plan, and starts nothing."""
+
+    def launch(state: StateDir, plan: Plan, **_: Any) -> None:
+        state.make()
+        state.write(plan)
+
+    monkeypatch.setattr("paramserver_cli.up.launch.launch", launch)
+    for name in ("_check_redis", "_wait", "_print_summary"):
+        monkeypatch.setattr(up, name, lambda *_: None)
+
+
+def planned(folder: Path, *options: str) -> tuple[Plan | None, str]:
+    """Return what `psctl up` would start with these options, and what it says."""
+    done = CliRunner().invoke(app, ["up", "--detach", "--state-dir", str(folder), *options])
+    assert done.exit_code == 0, done.output
+    return StateDir(folder).plan(), done.stderr
+
+
+@pytest.mark.parametrize(
+    ("options", "more", "plan", "said"),
+    [
+        ("", "", Plan(), ""),
+        ("--shards 3 --port 8800", "", Plan(shards=3, port=8800), "as before: --shards 3 --port 8800 ("),
+        ("--shards 3 --workers 4", "--shards 2", Plan(shards=2, workers=4), "as before: --workers 4 ("),
+        ("--appendfsync always --schedulers 2", "", Plan(schedulers=2, appendfsync="always"), "--appendfsync always"),
+        ("--appendfsync always", f"--redis {REDIS}", Plan(redis=REDIS), ""),
+        (f"--redis {REDIS}", "", Plan(redis=REDIS), "--redis 'redis://:***@10.0.0.3:6379/0'"),
+        ("--allow a --allow b", "", Plan(allow=["a", "b"]), "--allow a --allow b"),
+        ("--host 0.0.0.0 --insecure", "", Plan(host="0.0.0.0", insecure=True), "--host 0.0.0.0 --insecure"),
+        ("--host 0.0.0.0 --insecure", "--host ::", Plan(host="::"), ""),
+    ],
+)
+def test_options_that_are_not_given_are_as_before(
+    tmp_path: Path, options: str, more: str, plan: Plan, said: str
+) -> None:
+    """Options that are not given are those of the folder's last cluster, and it says which differ from the defaults."""
+    assert planned(tmp_path / "new", *options.split())[1].count("as before") == 0
+
+    found, says = planned(tmp_path / "new", *more.split())
+
+    assert found == plan
+    assert said in says
+    assert bool(said) == ("as before" in says)
+
+
+@pytest.mark.parametrize("first", ["--shards 3", ""], ids=["goes on", "new"])
+def test_what_kept_a_cluster_from_starting_is_forgotten(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, first: str
+) -> None:
+    """A start that fails leaves the plan of before, so that the next one does not fail for the same option."""
+    before = planned(tmp_path / "new", *first.split())[0] if first else None
+    with monkeypatch.context() as patch:
+        patch.setattr(up, "_wait", Mock(side_effect=Failed("the address is not one of this machine")))
+        patch.setattr("paramserver_cli.up.launch.end", lambda _: None)
+        CliRunner().invoke(app, ["up", "--detach", "--state-dir", str(tmp_path / "new"), "--host", "10.9.9.9"])
+
+    assert StateDir(tmp_path / "new").plan() == before
+    assert planned(tmp_path / "new")[0] == (before or Plan())
