@@ -14,7 +14,7 @@ from paramserver_node.settings import unknown_variables
 
 
 class _Formatter(logging.Formatter):
-    converter = time.gmtime
+    converter = staticmethod(time.gmtime)
     default_time_format = "%Y-%m-%dT%H:%M:%S"
     default_msec_format = "%s.%03dZ"
 
