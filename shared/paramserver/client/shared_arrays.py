@@ -10,7 +10,7 @@ from paramserver.client.arrays import Params
 from paramserver.client.cluster import Cluster
 from paramserver.client.values import dtype_name
 from paramserver.core.fields import whole_number
-from paramserver.core.selection import Names, Ranges, listed
+from paramserver.core.selection import Names, Ranges, listed, range_key
 from paramserver.net.calls import Call, Deadline
 from paramserver.net.forks import call_in_forked_child
 from paramserver.types import DTypeLike
@@ -54,7 +54,7 @@ class SharedArrays:
         """Return the kept arrays if `min_version` is given and they have reached it, else pull fresh ones."""
         min_version = whole_number("min_version", min_version)
         names, ranges = listed(names, ranges)
-        key = model, names, None if dtype is None else dtype_name(dtype), tuple(sorted(ranges.items()))
+        key = model, names, None if dtype is None else dtype_name(dtype), range_key(ranges)
         if min_version and (kept := self._reached(key, model, min_version)) is not None:
             return kept
         options: dict[str, Any] = {"names": names, "ranges": ranges, "dtype": dtype, "min_version": min_version}
