@@ -35,8 +35,7 @@ def first_wrong(ranges: RangeArray) -> int | None:
 
 def joined(ranges: RangeArray) -> RangeArray:
     """Return the ranges with those that touch as one."""
-    apart = ranges[1:, 0] != ranges[:-1, 1]
-    if apart.all():
+    if len(ranges) < 2 or (apart := ranges[1:, 0] != ranges[:-1, 1]).all():
         return ranges
     starts = np.concatenate((ranges[:1, 0], ranges[1:, 0][apart]))
     stops = np.concatenate((ranges[:-1, 1][apart], ranges[-1:, 1]))
