@@ -51,7 +51,7 @@ def ids_of(rows: Rows | None) -> dict[str, Ids]:
 
 
 def _numbers(name: str, ids: Any) -> Ids:
-    found = array_of(f"the rows of '{name}'", list(ids) if isinstance(ids, range) else ids, name)
+    found = array_of(f"the rows of '{name}'", ids, name)
     if found.ndim != 1:
         hint = "ids.ravel(), and .reshape() what comes back" if found.ndim else 'rows={"emb": [3, 17]}'
         raise problem("invalid_range", f"rows of '{name}' have shape {list(found.shape)}, not one dimension", hint=hint)
