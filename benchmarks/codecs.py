@@ -65,7 +65,7 @@ def receive(codec: Codec, content: Content, parts: list[AnyArray], out: F32) -> 
         else:
             data = data.view(NUMPY_DTYPE[codec.coding])
         assert kernels.all_finite(data, codec.coding)
-        kernels.mean([(data, codec.coding, 1.0)], 1.0, out[part.start : part.stop])
+        kernels.mean([(data, codec.coding, 1.0, None)], 1.0, out[part.start : part.stop])
 
 
 def measure(text: str, elements: int, repeats: int) -> dict[str, Any]:

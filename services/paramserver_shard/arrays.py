@@ -17,6 +17,7 @@ import numpy as np
 from msgspec.structs import replace
 
 from paramserver import kernels
+from paramserver.core.ranges import RangeArray
 from paramserver.core.selection import Selection, select
 from paramserver.core.shard.effects import PushDone
 from paramserver.core.shard.events import AssignPart, SetReceived
@@ -96,7 +97,7 @@ class ArrayService:
 
     async def _versions(self, known: KnownModel, selection: Selection) -> list[GotPart]:
         """Pull one element of each partition, which is enough to learn its version."""
-        probe = [WantedPart(p.partition, (_first(p.ranges),)) for p in selection.parts]
+        probe = [WantedPart(p.partition, _first(p.ranges)) for p in selection.parts]
         got = await self._exchange.pull(known, probe)
         return [got[p.partition] for p in selection.parts]
 
@@ -275,6 +276,6 @@ def _one(known: KnownModel, name: str) -> Selection:
     return select(known.layout, [name])
 
 
-def _first(ranges: Sequence[tuple[int, int]] | None) -> tuple[int, int]:
-    start = ranges[0][0] if ranges else 0
-    return (start, start + 1)
+def _first(ranges: RangeArray | None) -> RangeArray:
+    start = 0 if ranges is None else ranges[0, 0]
+    return np.array(((start, start + 1),), np.int64)

@@ -14,6 +14,7 @@ from paramserver import kernels
 from paramserver.codecs import Codec, check_content, check_encoded_size
 from paramserver.codecs.stage import packed_bytes_max, unpack
 from paramserver.core.layout import Range
+from paramserver.core.ranges import RangeArray, elements
 from paramserver.core.shard.events import PushPart
 from paramserver.errors import problem
 from paramserver.limits import BODY_BYTES_MAX
@@ -128,7 +129,7 @@ class Arriving:
     def _part(self, index: int, data: AnyArray) -> PushPart:
         frame, codec, part, coding = self.frame, self._codec, self.frame.parts[index], self._coding
         size = self.known.layout.partition_size(part.partition)
-        count = size if part.ranges is None else sum(stop - start for start, stop in part.ranges)
+        count = size if part.ranges is None else elements(part.ranges)
         if codec is not None and codec.stage is not None:
             data = unpack(codec.stage, data, frame.sizes[index][1])
         elif self._copied:
@@ -137,8 +138,9 @@ class Arriving:
             check_content(coding, data, size)
         else:
             data = data.view(NUMPY_DTYPE[coding])
-        ranges = None if part.ranges is None or count == size else tuple(part.ranges)
-        finite, crc = checked(data, coding, ranges or ((0, size),) if self._with_crc else None)
+        ranges = None if count == size else part.ranges
+        named = ((0, size),) if ranges is None else ranges
+        finite, crc = checked(data, coding, named if self._with_crc else None)
         return PushPart(part.partition, data, coding, crc, finite, ranges, part.base, self._own_buffers)
 
 
@@ -153,7 +155,7 @@ def check_part(part: PushPart) -> PushPart:
     return replace(part, finite=finite, crc=crc)
 
 
-def checked(data: AnyArray, coding: Coding, ranges: Sequence[Range] | None) -> tuple[bool, int]:
+def checked(data: AnyArray, coding: Coding, ranges: RangeArray | tuple[Range] | None) -> tuple[bool, int]:
     """Return whether all elements are finite, and the `slice_crc` (0 without `ranges`), reading memory only once."""
     if data.nbytes <= BLOCK_BYTES or coding not in ITEMSIZE:
         finite = kernels.all_finite(data, coding)

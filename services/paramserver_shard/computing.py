@@ -10,10 +10,12 @@ from typing import Final, TypeVar
 import numpy as np
 
 from paramserver import kernels
+from paramserver.core import ranges as range_arrays
 from paramserver.core.partition_state import PartitionState
+from paramserver.core.ranges import RangeArray
 from paramserver.core.shard.effects import AssignTask, Task, UpdateTask
 from paramserver.core.shard.events import TaskResult
-from paramserver.types import F32, AnyArray
+from paramserver.types import F32, AnyArray, Coding
 from paramserver.wire.tensor import slice_crc, to_f32
 from paramserver_shard import control_groups
 from paramserver_shard.buffers import BufferPool
@@ -49,7 +51,7 @@ def task_elements(task: Task) -> int:
     """Elements that a task reads; its run time is proportional to them."""
     size = task.state.values.size
     if isinstance(task, UpdateTask) and task.direct is None:
-        size += sum((piece.stop - piece.start) * len(piece.parts) for piece in task.pieces)
+        size += sum([size if ranges is None else data.size for data, _, _, ranges in task.parts])
     return size
 
 
@@ -108,32 +110,36 @@ def _update(task: UpdateTask, pool: BufferPool, values: F32, nontemporal: bool) 
     if (parts := _uniform_parts(task)) is not None:
         ok = kernels.apply_mean(*step, parts, task.divisor, values, slots, nontemporal=nontemporal)
         return TaskResult(PartitionState(values, slots, task.counts) if ok else None)
-    gradient: AnyArray
-    if task.direct is not None:
-        gradient, dtype = task.direct
-    else:
-        gradient, dtype = pool.take(size), "float32"
-        for piece in task.pieces:
-            kernels.mean(piece.parts, task.divisor, gradient[piece.start : piece.stop], piece.start)
+    (gradient, dtype), ranges = (task.direct, task.ranges) if task.direct is not None else _mean(task, pool)
     # The checksum also brings the gradient into the cache for the update.
     crc = slice_crc(dtype, ((0, size),), gradient) if task.needs_check else None
     # The step does not read the gradient where values stay as they are.
     unread = task.needs_check and any([not s.active or s.lr <= kernels.FTRL_RATE_MIN for s in task.steps])
     if unread and not kernels.all_finite(gradient, dtype):
         return TaskResult(None, bad_gradient=True)
-    if not kernels.apply(*step, gradient, dtype, values, slots, nontemporal=nontemporal):
+    if not kernels.apply(*step, gradient, dtype, values, slots, ranges=ranges, nontemporal=nontemporal):
         return TaskResult(None, bad_gradient=task.needs_check and not kernels.all_finite(gradient, dtype))
     return TaskResult(PartitionState(values, slots, task.counts), crc)
 
 
 def _uniform_parts(task: UpdateTask) -> list[tuple[F32, float]] | None:
     """The (gradient, weight) of each part, if all are whole partitions in float32 (the common case), else None."""
-    if task.direct is not None or len(task.pieces) != 1:
+    if task.direct is not None:
         return None
-    (piece,) = task.pieces
-    whole = piece.stop - piece.start == task.state.values.size
-    parts = [(data, weight) for data, dtype, weight in piece.parts if whole and dtype == "float32"]
-    return parts if len(parts) == len(piece.parts) else None
+    parts = [(data, weight) for data, dtype, weight, ranges in task.parts if ranges is None and dtype == "float32"]
+    return parts if len(parts) == len(task.parts) else None
+
+
+def _mean(task: UpdateTask, pool: BufferPool) -> tuple[tuple[AnyArray, Coding], RangeArray | None]:
+    """Return ((the mean of the task's parts, its dtype), the ranges that it has; None: the whole partition)."""
+    several = [ranges for *_, ranges in task.parts if ranges is not None]
+    ranges = range_arrays.union(several) if len(several) == len(task.parts) else None
+    if ranges is None:
+        gradient = pool.take(task.state.values.size)
+    else:
+        gradient = np.empty(range_arrays.elements(ranges), np.float32)
+    kernels.mean(task.parts, task.divisor, gradient, ranges)
+    return (gradient, "float32"), ranges
 
 
 def _assign(task: AssignTask, values: F32) -> TaskResult:
@@ -143,7 +149,7 @@ def _assign(task: AssignTask, values: F32) -> TaskResult:
     else:
         np.copyto(values, state.values)
         source, at = to_f32(part.data, part.dtype), 0
-        for start, stop in part.ranges:
+        for start, stop in part.ranges.tolist():
             values[start:stop] = source[at : at + stop - start]
             at += stop - start
     if not kernels.all_finite(values):

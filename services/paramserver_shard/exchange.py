@@ -14,7 +14,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from paramserver.codecs import Codec
-from paramserver.core.layout import Range
+from paramserver.core.ranges import RangeArray, elements
 from paramserver.core.shard.effects import PartVersion, PushDone
 from paramserver.core.shard.events import AssignPart, PullReceived, PushPart, PushReceived, SetReceived
 from paramserver.errors import PsError, StaleMapError, problem
@@ -24,6 +24,7 @@ from paramserver.wire.frame import PullFrame, PullReply, PushFrame, PushReply
 from paramserver.wire.frame import PushPart as FramePart
 from paramserver.wire.state import SetFrame, SetPart
 from paramserver.wire.tensor import slice_crc
+from paramserver_shard.buffers import INLINE_BYTES_MAX
 from paramserver_shard.directory import Directory, KnownModel
 from paramserver_shard.peers import PeerClient
 from paramserver_shard.runtime import Runtime
@@ -38,7 +39,7 @@ class WantedPart(Struct, frozen=True):
     """What a pull requests of one partition."""
 
     partition: int
-    ranges: tuple[Range, ...] | None
+    ranges: RangeArray | None
     """Relative to the partition; None: all of it."""
 
 
@@ -49,7 +50,7 @@ class GotPart(Struct, frozen=True):
     version: int
     incarnation: int
     pieces: tuple[F32, ...]
-    """The elements of each requested range; read-only by convention."""
+    """The requested elements, end to end; read-only by convention."""
 
 
 Part = TypeVar("Part", PushPart, WantedPart, AssignPart)
@@ -150,7 +151,9 @@ class Exchange:
                 wait_s=wait_s,
                 forwarded=True,
             )
-            size = sum(4 * (stop - start) for p in parts for start, stop in _ranges(now, p))
+            size = 4 * sum(
+                now.layout.partition_size(p.partition) if p.ranges is None else elements(p.ranges) for p in parts
+            )
             reply, body = await self._peers.pull(self._directory.address(shard), frame, size, make_room)
             return _got(now, parts, reply, body)
 
@@ -260,7 +263,7 @@ def _accepted_partitions(done: PushDone) -> Sequence[int]:
 
 def with_checksum(part: PushPart, size: int) -> PushPart:
     """Return the part with the checksum of its slice, which shows whether a repeated push id is the same push."""
-    ranges = part.ranges if part.ranges is not None else ((0, size),)
+    ranges = ((0, size),) if part.ranges is None else part.ranges
     return replace(part, crc=slice_crc(part.dtype, ranges, part.data))
 
 
@@ -290,13 +293,14 @@ def merged_push(known: KnownModel, done: Sequence[PushDone]) -> PushDone:
     )
 
 
-def slices(values: F32, ranges: Sequence[Range] | None) -> tuple[F32, ...]:
-    """Return a view of the elements of each range; None is one range over all elements."""
-    return (values,) if ranges is None else tuple(values[a:b] for a, b in ranges)
-
-
-def _ranges(known: KnownModel, part: WantedPart) -> Sequence[Range]:
-    return part.ranges if part.ranges is not None else ((0, known.layout.partition_size(part.partition)),)
+def slices(values: F32, ranges: RangeArray | None) -> tuple[F32, ...]:
+    """Return the elements of the ranges, end to end: views, or a copy of little; None is one range of all elements."""
+    if ranges is None:
+        return (values,)
+    if len(ranges) > 1 and (count := elements(ranges)) * values.itemsize <= INLINE_BYTES_MAX:
+        sizes = ranges[:, 1] - ranges[:, 0]
+        return (values.take(np.arange(count) + (ranges[:, 0] - sizes.cumsum() + sizes).repeat(sizes)),)
+    return tuple([values[a:b] for a, b in ranges.tolist()])
 
 
 def _got(known: KnownModel, parts: Sequence[WantedPart], reply: PullReply, body: AnyArray) -> list[GotPart]:
@@ -304,9 +308,7 @@ def _got(known: KnownModel, parts: Sequence[WantedPart], reply: PullReply, body:
     out: list[GotPart] = []
     at = 0
     for want, (partition, version, incarnation) in zip(parts, reply.parts, strict=True):
-        pieces: list[F32] = []
-        for start, stop in _ranges(known, want):
-            pieces.append(values[at : at + stop - start])
-            at += stop - start
-        out.append(GotPart(partition, version, incarnation, tuple(pieces)))
+        size = known.layout.partition_size(partition) if want.ranges is None else elements(want.ranges)
+        out.append(GotPart(partition, version, incarnation, (values[at : at + size],)))
+        at += size
     return out

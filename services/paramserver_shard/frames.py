@@ -10,7 +10,7 @@ from typing import Final
 
 from msgspec.structs import replace
 
-from paramserver.core.layout import Range
+from paramserver.core.ranges import RangeArray, elements
 from paramserver.core.shard.effects import PartVersion, PullDone, PulledPart, PushDone
 from paramserver.core.shard.events import PullReceived, PushReceived
 from paramserver.errors import PsError, problem
@@ -66,12 +66,12 @@ class FrameService:
 
     def _part_bytes(self, known: KnownModel, frame: PushFrame) -> list[int]:
         """Return the transmitted bytes of each part.  Raises RequestError if one does not fit the model."""
-        elements = [self._elements(known, p.partition, p.ranges) for p in frame.parts]
+        counts = [self._elements(known, p.partition, p.ranges) for p in frame.parts]
         codec = frame.codec
         if codec is not None:
-            check_sizes(codec, frame.sizes, elements)
+            check_sizes(codec, frame.sizes, counts)
             return [stored for stored, _ in frame.sizes]
-        return [count * ITEMSIZE[frame.dtype] for count in elements]
+        return [count * ITEMSIZE[frame.dtype] for count in counts]
 
     async def push(self, arriving: Arriving, accepted: Callable[[PushDone], None]) -> tuple[PushDone, PullDone | None]:
         """Apply a push whose body is complete, or in its slot, and call `accepted` with the outcome.
@@ -224,7 +224,7 @@ class FrameService:
                 [ranges for _, ranges in spec.parts],
             )
             return self._body(known, spec, done)
-        wanted = [WantedPart(p, None if ranges is None else tuple(ranges)) for p, ranges in spec.parts]
+        wanted = [WantedPart(p, ranges) for p, ranges in spec.parts]
         fetched = await self._exchange.pull(
             known,
             wanted,
@@ -267,11 +267,11 @@ class FrameService:
 
     def _check_pull(self, known: KnownModel, spec: PullSpec, *, forward: bool) -> None:
         """Check what `spec` asks for, as `_pull` takes it.  Raises RequestError."""
-        elements = [(p, self._elements(known, p, ranges)) for p, ranges in spec.parts]
+        counts = [(p, self._elements(known, p, ranges)) for p, ranges in spec.parts]
         if not spec.parts:
             raise problem("malformed", "frame header: the pull names no partition")
         if forward:
-            others = ITEMSIZE["float32"] * sum([n for p, n in elements if known.owners[p][0] != self._directory.shard])
+            others = ITEMSIZE["float32"] * sum([n for p, n in counts if known.owners[p][0] != self._directory.shard])
             if others > BODY_BYTES_MAX:
                 raise problem(
                     "too_large",
@@ -279,16 +279,17 @@ class FrameService:
                     hint="ask their owners, or ask for fewer partitions at once",
                 )
 
-    def _elements(self, known: KnownModel, partition: int, ranges: Sequence[Range] | None) -> int:
+    def _elements(self, known: KnownModel, partition: int, ranges: RangeArray | None) -> int:
         """Return the elements of a part.  Raises RequestError (`invalid_range`) if it is not within the model."""
         if not 0 <= partition < known.spec.partitions:
             raise problem("invalid_range", f"model '{known.key.name}' has no partition {partition}")
         size = known.layout.partition_size(partition)
         if ranges is None:
             return size
-        if ranges and ranges[-1][1] > size:  # the frame decoder made sure they are sorted and disjoint
-            raise problem("invalid_range", f"partition {partition} has {size} elements; {ranges[-1]} lies outside")
-        return sum(stop - start for start, stop in ranges)
+        if ranges[-1, 1] > size:  # the frame decoder made sure they are sorted and disjoint
+            outside = tuple(ranges[-1].tolist())
+            raise problem("invalid_range", f"partition {partition} has {size} elements; {outside} lies outside")
+        return elements(ranges)
 
     def _all_local(self, known: KnownModel, partitions: Iterable[int]) -> bool:
         return all([known.owners[p][0] == self._directory.shard for p in partitions])

@@ -196,7 +196,8 @@ def encode(entry: JournalEntry) -> tuple[bytes, bytes | memoryview]:
             "kind": entry.kind,
             "head": dict(entry.head),
             "arrays": [[a.dtype.str, a.nbytes] for a in arrays],
-        }
+        },
+        default=np.ndarray.tolist,  # ranges
     )
     views = [a.data.cast("B") if a.nbytes else memoryview(b"") for a in arrays]
     data = views[0] if len(views) == 1 else b"".join(views)

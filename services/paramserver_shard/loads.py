@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from typing import Final
 
-from paramserver.core.layout import Range
+from paramserver.core.ranges import RangeArray, elements
 from paramserver.core.shard.effects import PullDone, PushDone
 from paramserver.core.shard.events import PushReceived
 from paramserver.types import ModelKey
@@ -30,12 +30,12 @@ class Loads:
         for part in event.parts:
             loads[part.partition] = loads.get(part.partition, 0) + part.data.nbytes
 
-    def pulled(self, done: PullDone, ranges: Sequence[Sequence[Range] | None] | None) -> None:
+    def pulled(self, done: PullDone, ranges: Sequence[RangeArray | None] | None) -> None:
         """Count an answered pull; `ranges` are those requested of each part (None: all of it)."""
         loads = self._of(done.model)
         for i, part in enumerate(done.parts):
             wanted = None if ranges is None else ranges[i]
-            size = part.state.values.nbytes if wanted is None else 4 * sum([stop - start for start, stop in wanted])
+            size = part.state.values.nbytes if wanted is None else 4 * elements(wanted)
             loads[part.partition] = loads.get(part.partition, 0) + size
 
     def _of(self, model: ModelKey) -> dict[int, int]:

@@ -195,9 +195,9 @@ def _check_ranges(known: KnownModel, selection: Selection) -> None:
     """
     counts = Counter[str]()
     for part in selection.parts:
-        counts[known.owners[part.partition][0]] += len(part.ranges or ())
-    if (most := max(counts.values(), default=0)) > limits.RANGES_PER_PUSH_MAX:
-        detail = f"{most} ranges go to one shard; at most {limits.RANGES_PER_PUSH_MAX} are allowed"
+        counts[known.owners[part.partition][0]] += part.range_count
+    if (most := max(counts.values(), default=0)) > limits.RANGES_PER_REQUEST_MAX:
+        detail = f"{most} ranges go to one shard; at most {limits.RANGES_PER_REQUEST_MAX} are allowed"
         raise problem("too_large", detail, hint="send them in several pushes", where="ranges")
 
 

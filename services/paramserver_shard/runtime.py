@@ -18,8 +18,8 @@ from typing import Any, Protocol, TypeAlias, TypeVar
 from msgspec.structs import replace
 from redis.exceptions import RedisError
 
-from paramserver.core.layout import Range
 from paramserver.core.partition_state import Capture, PartitionState
+from paramserver.core.ranges import RangeArray
 from paramserver.core.shard.core import ShardCore
 from paramserver.core.shard.effects import (
     Apply,
@@ -143,7 +143,7 @@ class Runtime:
             self.loads.pushed(event, outcome)
         return outcome
 
-    async def pull(self, event: PullReceived, ranges: Sequence[Sequence[Range] | None] | None = None) -> PullDone:
+    async def pull(self, event: PullReceived, ranges: Sequence[RangeArray | None] | None = None) -> PullDone:
         """Submit a pull and return its outcome. Raises PsError.
 
         `ranges` are those that the caller takes of each partition, for the load statistics (None: all of it).

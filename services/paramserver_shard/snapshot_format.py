@@ -12,6 +12,7 @@ import msgpack
 from zlib_ng import zlib_ng
 
 from paramserver.core.partition_state import Capture, HeldPart, LoadedState, PartitionState
+from paramserver.core.ranges import of_pairs
 from paramserver.errors import PsError, problem
 from paramserver.limits import SNAPSHOT_BLOCK_BYTES
 from paramserver.types import U8, AnyArray
@@ -60,7 +61,8 @@ def from_stored(head: Mapping[str, Any], arrays: Sequence[AnyArray]) -> LoadedSt
 
 
 def _fields(part: HeldPart) -> dict[str, Any]:
-    return {f: getattr(part, f) for f in _HELD_FIELDS}
+    fields = {f: getattr(part, f) for f in _HELD_FIELDS}
+    return fields if part.ranges is None else fields | {"ranges": part.ranges.tolist()}
 
 
 def _held(head: Mapping[str, Any], data: AnyArray) -> HeldPart:
@@ -72,7 +74,7 @@ def _held(head: Mapping[str, Any], data: AnyArray) -> HeldPart:
         head["seq"],
         None if base is None else (base[0], base[1]),
         head["scale"],
-        None if ranges is None else tuple((a, b) for a, b in ranges),
+        None if ranges is None else of_pairs(ranges),
         data,
         head["dtype"],
     )

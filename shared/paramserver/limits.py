@@ -61,7 +61,8 @@ PARTITION_BYTES_SMALL: Final = MIB // 2
 """By default a model is cut at this size, into at most `PARTITIONS_SMALL`; into more, at `PARTITION_BYTES_DEFAULT`."""
 MODELS_MAX: Final = 1024
 MODEL_ELEMENTS_MAX: Final = 1 << 36
-RANGES_PER_PUSH_MAX: Final = 4096
+RANGES_PER_REQUEST_MAX: Final = 32_768
+"""Ranges that one request may name, so that they are half of the longest header of a frame."""
 VERSION_MAX: Final = 1 << 52
 """Highest version that a checkpoint may restore a partition to; leaves room for all updates after it."""
 

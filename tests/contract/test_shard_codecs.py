@@ -17,6 +17,7 @@ import paramserver as ps
 from paramserver.codecs import Codec, encode_partition
 from paramserver.codecs.stage import pack
 from paramserver.core.layout import Layout
+from paramserver.core.ranges import of_pairs
 from paramserver.core.spec import ModelSpec
 from paramserver.types import AnyArray, PushId
 from paramserver.wire.frame import MEDIA_TYPE, Header, PushFrame, PushPart, PushReply, decode_header, encode_header
@@ -170,7 +171,7 @@ def test_a_commit_takes_encoded_and_plain_contributions(rest_cluster: Nodes) -> 
 
     assert model.push("int8", int8, push_id=ids[0], clock=0).status_code == 202
     assert model.push("topk:0.1+zstd", topk, push_id=ids[1], clock=0).status_code == 202
-    ranged = PushFrame(model.name, [PushPart(0, None, [(10, 50)])], clock=0, **ident(ids[2]))
+    ranged = PushFrame(model.name, [PushPart(0, None, of_pairs([(10, 50)]))], clock=0, **ident(ids[2]))
     assert model.send(ranged, c[10:50].tobytes()).status_code == 202
     for j in joined:
         body = {"worker": j["worker"], "epoch": j["epoch"], "clock": 1, "wait_s": 0}

@@ -490,7 +490,9 @@ async def test_stored_formats_of_today_and_one_minor_older_are_read(redis: Redis
         memory = PushMemory.restore(loaded.memory)
         assert memory.check(PushId("run/w0", 2, version), None, 1234) == EarlierAnswer(version, False)
         (held,) = loaded.buffered
-        assert (held.worker, held.ranges, held.data.tolist(), held.dtype) == ("run/w0", ((2, 5),), [0, 1, 2], "float16")
+        assert held.ranges is not None
+        assert (held.worker, held.ranges.tolist()) == ("run/w0", [[2, 5]])
+        assert (held.data.tolist(), held.dtype) == ([0, 1, 2], "float16")
         (staged,) = loaded.staged
         assert (loaded.lsn, staged.worker, staged.data.dtype.str) == (version + 1, "run/w1", "<u2")
         assert loaded.settings is not None

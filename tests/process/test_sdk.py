@@ -388,6 +388,63 @@ def test_a_workers_pushpull_may_have_a_gradient_for_some_elements(client: ps.Cli
     assert all(np.array_equal(p[n], values) for n, values in sums.items())
 
 
+@pytest.mark.parametrize("consistency", [ps.Async(), ps.Sync(), ps.SSP(2)], ids=lambda c: type(c).__name__)
+def test_a_table_is_trained_by_rows(client: ps.Client, name: str, consistency: Any) -> None:
+    """Rows come in the order asked, and are pushed in any; a pull before each step has the sums of all before it."""
+    rng = np.random.default_rng(3)
+    table, b = rng.integers(-9, 9, (500, 2, 3)).astype(np.float32), np.zeros(4, np.float32)
+    model = client.create_model(name, {"t": table, "b": b}, optimizer=ps.Sum(), partitions=8, consistency=consistency)
+
+    def batch() -> tuple[Any, Any]:
+        ids = rng.integers(0, 500, rng.integers(1, 90))
+        g = rng.integers(-9, 9, (ids.size, 2, 3)).astype(np.float32)
+        np.add.at(table, ids, g)
+        b[:] += 1
+        return {"t": ids}, {"t": g, "b": np.ones(4)}
+
+    async def on_a_loop() -> None:
+        async with ps.AsyncClient(client.url) as own, own.model(name).worker() as w:
+            for _ in range(3):
+                rows, grads = batch()
+                await w.step(grads, rows=rows)
+                assert np.array_equal((await w.pull(rows=rows))["t"], table[rows["t"]])
+                assert np.array_equal((await own.model(name).pull(rows=rows, copy=False))["t"], table[rows["t"]])
+
+    with model.worker() as w:
+        for _ in range(3):
+            rows, grads = batch()
+            before = w.pull(["b"], rows=rows)
+            w.step(grads, rows=rows)
+            after = w.pull(["b"], rows=rows)
+            assert np.array_equal(after["t"], table[rows["t"]])
+            assert (after["b"] - before["b"]).tolist() == [1.0] * 4
+        rows, grads = batch()
+        if consistency != ps.Sync():
+            assert np.array_equal(w.pushpull(grads, rows=rows)["t"], table)
+        else:
+            w.step(grads, rows=rows)
+    asyncio.run(on_a_loop())
+    p = model.pull()
+    assert np.array_equal(p["t"], table)
+    assert np.array_equal(p["b"], b)
+    if consistency == ps.Async():
+        rows, grads = batch()
+        assert np.array_equal(model.pushpull(grads, rows=rows)["t"], table)
+
+
+def test_a_push_may_have_more_rows_than_a_request(client: ps.Client, name: str) -> None:
+    """Rows of which several requests to one shard are made are one push and one step, and are pulled alike."""
+    model = client.create_model(name, {"t": (160_000, 1), "b": (3,)}, optimizer=ps.Adam(lr=0.5), partitions=4)
+    rows = {"t": np.arange(0, 160_000, 2)[::-1]}
+
+    done = model.push({"t": np.ones((80_000, 1), np.float32)}, rows=rows)
+    p = model.pull()
+
+    assert (done.state, done.version, p.version) == ("applied", 1, 1)
+    assert p["t"].ravel().tolist() == pytest.approx([-0.5, 0.0] * 80_000)
+    assert np.array_equal(model.pull(rows=rows)["t"], p["t"][rows["t"]])
+
+
 def test_a_worker_on_a_loop_is_opened_by_one_task(shared_cluster: Cluster, name: str) -> None:
     """Of two tasks that open one worker at once, one is refused, and the other's end leaves no worker behind.
 

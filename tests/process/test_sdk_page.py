@@ -41,7 +41,7 @@ def names() -> dict[str, Any]:
     grads = {"w": w, "b": b, "layers.0": layer}
     twice = count()
     return {
-        **{"np": np, "ps": ps, "w0": w, "gw": w, "gb": b, "rows": b.repeat(13)[:128], "loss": 0.5, "grads": grads},
+        **{"np": np, "ps": ps, "w0": w, "gw": w, "gb": b, "few": b.repeat(13)[:128], "loss": 0.5, "grads": grads},
         "flat_gradient": np.concatenate([g.ravel() for g in grads.values()]),
         "values": None,
         "training": type("Twice", (), {"__bool__": lambda _: next(twice) < 2})(),

@@ -36,6 +36,8 @@ def blocking(loss: float, gradient: npt.NDArray[np.float32]) -> None:
     assert_type(model.pull(out=p), ps.Params)
     done = model.push({"w": gradient}, base=p, weight=2.0, ranges={"w": [(0, 128)]})
     assert_type(done, ps.Pushed)
+    assert_type(model.pull(rows={"w": [7, 2], "b": np.array([3])}, ranges={"v": np.array([[0, 128]])}), ps.Params)
+    assert_type(model.push({"w": gradient}, rows={"w": gradient.argsort()}), ps.Pushed)
     assert_type(done.duplicate, bool)
     assert_type(done.version, int)
     assert_type(model.pushpull(gradient, base=p, out=p), ps.Params)

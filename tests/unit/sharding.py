@@ -143,7 +143,7 @@ class Shards:
             lo, hi = self.layout.bounds[part.partition : part.partition + 2]
             new = (frame.push_id.worker, frame.push_id.epoch, frame.push_id.seq, part.partition) not in self.seen
             self.seen.add((frame.push_id.worker, frame.push_id.epoch, frame.push_id.seq, part.partition))
-            for start, stop in part.ranges or [(0, hi - lo)]:
+            for start, stop in [(0, hi - lo)] if part.ranges is None else part.ranges.tolist():
                 n = stop - start
                 if new:
                     raw = np.frombuffer(body[at : at + n * itemsize], stored)
@@ -160,7 +160,7 @@ class Shards:
         pieces, parts = [], []
         for partition, ranges in reversed(frame.parts):  # any order is allowed
             lo, hi = self.layout.bounds[partition : partition + 2]
-            for start, stop in ranges or [(0, hi - lo)]:
+            for start, stop in [(0, hi - lo)] if ranges is None else ranges.tolist():
                 pieces.append(from_f32(self.flat[lo + start : lo + stop], frame.dtype).tobytes())
             parts.append((partition, self.versions[partition], 9))
         timelines = self.timelines.get(request.to, [0])

@@ -13,6 +13,7 @@ from starlette.requests import Request
 from tests.refusals import refused_with
 
 from paramserver.core.layout import Layout
+from paramserver.core.ranges import of_pairs
 from paramserver.core.selection import select
 from paramserver.core.spec import ModelSpec
 from paramserver.errors import RequestError
@@ -136,7 +137,7 @@ async def test_a_shard_collects_no_more_than_a_body_from_others() -> None:
     frames = FrameService(model, model, cast(Any, None), model, cast(Any, None), None)
     with refused_with("too_large", RequestError, "other shards"):
         await frames.pull(PullFrame([(i, None) for i in range(32)], model="m"), lambda _: None)
-    fits: Any = [(0, [(1, model.known.layout.partition_size(0))]), *((i, None) for i in range(1, 32))]
+    fits: Any = [(0, of_pairs([(1, model.known.layout.partition_size(0))])), *((i, None) for i in range(1, 32))]
     await frames.pull(PullFrame(fits, model="m"), lambda _: None)
 
 

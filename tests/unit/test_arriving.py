@@ -14,10 +14,11 @@ from tests.refusals import refused_with
 from paramserver.codecs.stage import pack
 from paramserver.core.layout import Layout
 from paramserver.core.partition_state import PartitionState
+from paramserver.core.ranges import of_pairs
 from paramserver.core.shard.update import UpdateInput, single_task
 from paramserver.core.spec import ModelSpec
 from paramserver.errors import problem
-from paramserver.limits import BODY_BYTES_MAX, RANGES_PER_PUSH_MAX
+from paramserver.limits import BODY_BYTES_MAX, RANGES_PER_REQUEST_MAX
 from paramserver.types import Coding, ModelKey, PartitionKey
 from paramserver.wire.frame import PushFrame, PushPart, encode_header
 from paramserver.wire.tensor import slice_crc
@@ -79,7 +80,7 @@ KNOWN = KnownModel(ModelKey("m", 1), Layout(BUFFERED), 0, "ready", (("here", 1),
 
 async def test_a_held_part_keeps_only_its_own_bytes_in_memory() -> None:
     """Once a part of one element is all that is held of a push, the memory of the large part beside it is free."""
-    frame = PushFrame("m", [PushPart(0, None, None), *(PushPart(i, None, [(0, 1)]) for i in range(1, 20))])
+    frame = PushFrame("m", [PushPart(0, None, None), *(PushPart(i, None, of_pairs([(0, 1)])) for i in range(1, 20))])
     gradient = np.ones(KNOWN.layout.partition_size(0) + 19, np.float32)
     sizes, pool = [gradient.nbytes - 4 * 19, *[4] * 19], BufferPool()
 
@@ -187,13 +188,15 @@ async def test_a_push_by_name_has_no_more_ranges_for_a_shard_than_a_frame(owners
 
     That shard refused its part, when others had applied theirs.
     """
-    spec = ModelSpec.parse({"name": "m", "params": {n: {"shape": [8192]} for n in "ab"}, "partitions": 2})
+    spec = ModelSpec.parse(
+        {"name": "m", "params": {n: {"shape": [3 * RANGES_PER_REQUEST_MAX]} for n in "ab"}, "partitions": 2}
+    )
     known = KnownModel(ModelKey("m", 1), Layout(spec), 0, "ready", tuple((o, 1) for o in owners), None, None)
     push = AsyncMock()
     names = NameService(
         cast(Models, SimpleNamespace(find=AsyncMock(return_value=known))), cast(Exchange, SimpleNamespace(push=push))
     )
-    count = RANGES_PER_PUSH_MAX // 2 + 1
+    count = RANGES_PER_REQUEST_MAX // 2 + 1
     ranges = {n: [(2 * i, 2 * i + 1) for i in range(count)] for n in "ab"}
     body = {"model": "m", "grads": dict.fromkeys("ab", [1.0] * count), "ranges": ranges}
 

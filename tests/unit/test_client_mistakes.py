@@ -72,6 +72,10 @@ def not_joined() -> Any:
             lambda: not_joined().step({}, wait_s=5),
             r"no option wait_s= \(pull\(\), push\(\) and clock\(\) have all options",
         ),
+        (
+            lambda: not_joined().exchange({}, rows={"w": [1]}),
+            r"no option rows= \(exchange\(\) is of the whole model: step\(\.\.\., rows=\.\.\.\), then pull",
+        ),
         (lambda: setattr(not_joined(), "state", [1]), r"the state of a worker is a dict of JSON values, not \[1\]$"),
         (lambda: cast(Any, ps.Cosine)(100), "Cosine takes by name warmup, t_max, eta_min; not 100 without a name$"),
         (lambda: cast(Any, ps.Sync)(staleness=3), r"Sync takes quorum and .*; not staleness \(.* of ps.SSP\)$"),

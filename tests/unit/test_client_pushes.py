@@ -8,11 +8,12 @@ import pytest
 from msgspec.structs import replace
 from tests.refusals import refused_with
 
-from paramserver.client import transfer
+from paramserver.client import sends, transfer
 from paramserver.client.cluster import Cluster
 from paramserver.client.encoding import Encoding
 from paramserver.core.spec import ConsistencySpec, ModelSpec
 from paramserver.errors import ConflictError, InDoubt, RequestError, problem
+from paramserver.limits import RANGES_PER_REQUEST_MAX
 from paramserver.net.calls import Deadline, Outcome, Request
 from paramserver.types import AnyArray
 
@@ -296,9 +297,44 @@ def test_a_push_of_ranges_touches_only_them(shards: Shards, now: Now, cluster: C
     change = shards.flat - np.arange(64)
     assert {int(i): float(change[i]) for i in np.flatnonzero(change)} == {0: 5.0, 49: 7.0}
     assert sum(shards.versions) == 2
-    assert sorted((part.partition, part.ranges) for f in shards.pushes for part in f.parts) == [
-        (0, [(0, 1)]), (3, [(1, 2)]),
+    assert sorted((p.partition, p.ranges.tolist()) for f in shards.pushes for p in f.parts if p.ranges is not None) == [
+        (0, [[0, 1]]), (3, [[1, 2]]),
     ]  # fmt: skip
+
+
+def test_no_request_names_more_ranges_than_a_shard_takes(
+    now: Now, cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What exceeds the ranges of one request follows under the same id: it was refused when other shards had theirs."""
+    monkeypatch.setattr(sends, "RANGES_PER_REQUEST_MAX", 4)
+    shards = Shards(w=(100, 1))  # 4 partitions of 28 or 29, every second one on a
+    ranges = {"w": [(i, i + 1) for i in (0, 2, 4, 30, 32, 34, 60, 62, 64, 90, 92, 94)]}
+    only = Encoding(ranges=ranges)
+    call = transfer.push(cluster, "m", Deadline.after(30, now), {"w": np.ones(12)}, terms(), encoding=only)
+
+    pushed = drive(call, shards, now)
+
+    assert np.flatnonzero(shards.flat - np.arange(114)).tolist() == [a for a, _ in ranges["w"]]
+    assert [len(f.parts) for f in shards.pushes] == [1] * 4
+    assert len({f.push_id for f in shards.pushes}) == 1
+    assert pushed.version == 1
+    pulled = drive(transfer.pull(cluster, "m", Deadline.after(30, now), ranges=ranges), shards, now)
+    assert pulled["w"].tolist() == [a + 1.0 for a, _ in ranges["w"]]
+    assert [len(f.parts) for f in shards.pulls] == [1] * 4
+
+
+def test_a_partition_with_more_ranges_than_a_request_names_is_refused_before_anything_is_sent(
+    now: Now, cluster: Cluster
+) -> None:
+    """A push reaches a partition at most once, so one that names too many ranges of it is refused whole."""
+    shards = Shards(w=(4 * RANGES_PER_REQUEST_MAX, 1), partitions=1)
+    ranges = np.arange(RANGES_PER_REQUEST_MAX + 1)[:, None] * 2 + [0, 1]
+    only = Encoding(ranges={"w": ranges})
+    call = transfer.push(cluster, "m", Deadline.after(30, now), {"w": np.ones(len(ranges))}, terms(), encoding=only)
+
+    with pytest.raises(RequestError, match=f"{len(ranges)} ranges lie in partition 0") as e:
+        drive(call, shards, now)
+    assert (e.value.code, shards.pushes) == ("too_large", [])
 
 
 def test_wrong_gradients_are_listed_and_not_sent(shards: Shards, now: Now, cluster: Cluster) -> None:

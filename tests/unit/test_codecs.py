@@ -29,6 +29,7 @@ from paramserver.codecs.stage import pack, packed_bytes_max, unpack
 from paramserver.core.layout import Layout
 from paramserver.core.optimizer import SegmentStep, initial_slots
 from paramserver.core.optimizer_spec import OptimizerSpec
+from paramserver.core.ranges import of_pairs
 from paramserver.core.spec import ModelSpec
 from paramserver.errors import RequestError
 from paramserver.types import F32, AnyArray
@@ -197,14 +198,15 @@ def test_a_fused_step_equals_decoding_first(text: str, name: str) -> None:
 
 @pytest.mark.parametrize("text", PER_PARTITION)
 def test_a_mean_takes_encoded_and_plain_parts_together(text: str) -> None:
-    """The mean of a piece is the same from whole encoded parts beside plain elements as from decoded ones."""
+    """A mean is the same from whole encoded parts beside plain elements as from decoded ones."""
     size, a, b = 70_000, 1_234, 69_001
     data, g = encoded(text, noise(size, 1))
     plain = noise(b - a, 2)
-    out, want = np.empty(b - a, np.float32), np.empty(b - a, np.float32)
+    out, want = np.empty(size, np.float32), np.empty(size, np.float32)
 
-    kernels.mean([(data, Codec.parse(text).coding, 0.5), (plain, "float32", 2.0)], 3.0, out, a)
-    kernels.mean([(np.ascontiguousarray(g[a:b]), "float32", 0.5), (plain, "float32", 2.0)], 3.0, want)
+    kernels.mean([(data, Codec.parse(text).coding, 0.5, None), (plain, "float32", 2.0, of_pairs([(a, b)]))], 3.0, out)
+    kernels.mean([(g, "float32", 0.5, None)], 3.0, want)
+    kernels.mean([(g[a:b].copy(), "float32", 0.5, None), (plain, "float32", 2.0, None)], 3.0, want[a:b])
 
     assert out.tobytes() == want.tobytes()
     assert kernels.norm2(data, Codec.parse(text).coding) == pytest.approx(float(np.linalg.norm(g.astype(np.float64))))
@@ -219,10 +221,10 @@ def test_kernels_refuse_bytes_of_another_partition() -> None:
     steps = [SegmentStep(0, 100, 0.1)]
     with pytest.raises(ValueError, match="lengths differ"):
         kernels.apply(OptimizerSpec("sgd"), steps, w, (), encoded("int8", noise(300))[0], "int8", out, ())
-    with pytest.raises(ValueError, match="none at"):
-        kernels.mean([(encoded("int8", noise(90))[0], "int8", 1.0)], 1.0, out, 10)
+    with pytest.raises(ValueError, match="lengths differ"):
+        kernels.mean([(encoded("int8", noise(90))[0], "int8", 1.0, None)], 1.0, out)
     with pytest.raises(ValueError, match="does not hold"):
-        kernels.mean([(w, "int8", 1.0)], 1.0, out)
+        kernels.mean([(w, "int8", 1.0, None)], 1.0, out)
     for coding, size in (("int8", 3), ("int8", 264), ("topk", 12)):
         with pytest.raises(ValueError, match=f"no gradient in {coding} has {size} bytes"):
             kernels.all_finite(np.zeros(size, np.uint8), coding)
@@ -243,8 +245,8 @@ def test_indices_that_change_after_their_check_write_nothing_else(first: int, la
     assert kernels.apply(OptimizerSpec("sum"), [SegmentStep(0, 100, 1.0)], w, (), raw, "topk", out, ())
 
     assert out.tolist() == [float(i == first) for i in range(100)]
-    kernels.mean([(raw, "topk", 1.0)], 1.0, out[50:], 50)
-    assert out[50:].tolist() == [float(i == first) for i in range(50, 100)]
+    kernels.mean([(raw, "topk", 1.0, None)], 1.0, out)
+    assert out.tolist() == [float(i == first) for i in range(100)]
     assert (memory[:100] == 7.0).all()
     assert (memory[200:] == 7.0).all()
 

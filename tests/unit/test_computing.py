@@ -12,6 +12,7 @@ from msgspec.structs import replace
 from paramserver.core.layout import Layout
 from paramserver.core.optimizer import slot_count
 from paramserver.core.partition_state import PartitionState
+from paramserver.core.ranges import of_pairs
 from paramserver.core.shard.effects import UpdateTask
 from paramserver.core.shard.update import UpdateInput, single_task
 from paramserver.core.spec import ModelSpec
@@ -121,7 +122,9 @@ def test_what_a_push_does_not_name_feels_neither_momentum_nor_decay() -> None:
     state = PartitionState(np.ones(4, np.float32), (np.ones(4, np.float32),), (1,))
     inputs = UpdateInput(PartitionKey(ModelKey("m", 1), 0), state, spec, Layout(spec).segments[0])
 
-    (result,) = compute([single_task(inputs, np.ones(2, np.float32), "float32", ((1, 3),), 1.0, 1.0)], BufferPool())
+    (result,) = compute(
+        [single_task(inputs, np.ones(2, np.float32), "float32", of_pairs([(1, 3)]), 1.0, 1.0)], BufferPool()
+    )
 
     assert result.state is not None
     for after in (result.state.values, *result.state.slots):

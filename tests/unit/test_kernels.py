@@ -345,7 +345,7 @@ def test_every_half_precision_number_converts_exactly(dtype: str) -> None:
         expected = (bits.astype(np.uint32) << 16).view(F)
     out = np.empty(1 << 16, F)
 
-    kernels.mean([(bits, dtype, 1.0)], 1.0, out)
+    kernels.mean([(bits, dtype, 1.0, None)], 1.0, out)
 
     np.testing.assert_array_equal(out, expected)
     finite = np.isfinite(expected)
@@ -410,7 +410,7 @@ def test_a_step_by_a_mean_is_the_mean_and_then_the_step(o: OptimizerSpec, nontem
     steps = [SegmentStep(0, 2001, 0.1, 0.01, 3, 0.5), SegmentStep(2500, SIZE, 0.05)]
     for held in (parts, parts[::-1], parts[:1]):
         gradient = np.empty(SIZE, F)
-        kernels.mean([(g, "float32", weight) for g, weight in held], 1.7, gradient)
+        kernels.mean([(g, "float32", weight, None) for g, weight in held], 1.7, gradient)
         _, expected = run(o, steps, w, slots, gradient)
         out = [np.frombuffer(mmap(-1, 4 * SIZE), F) for _ in expected]
 
@@ -445,14 +445,14 @@ BIG = (1 << 16) + 777  # `mean` works in blocks of 65,536
 
 def test_a_mean_is_the_float32_sum_in_the_order_given() -> None:
     """A mean has the bytes of a float32 sum from left to right, and another order gives other bytes."""
-    parts = [(vector(i, BIG) * F(10.0**i), "float32", 1.0 + 0.25 * i) for i in range(5)]
+    parts = [(vector(i, BIG) * F(10.0**i), "float32", 1.0 + 0.25 * i, None) for i in range(5)]
     out, other = np.empty(BIG, F), np.empty(BIG, F)
 
     kernels.mean(parts, 7.5, out)
     kernels.mean(parts[::-1], 7.5, other)
 
     expected = F(parts[0][2]) * parts[0][0]
-    for a, _, weight in parts[1:]:
+    for a, _, weight, _ in parts[1:]:
         expected = expected + F(weight) * a
     np.testing.assert_array_equal(out, expected / F(7.5))
     assert (out != other).any()
@@ -461,7 +461,7 @@ def test_a_mean_is_the_float32_sum_in_the_order_given() -> None:
 def test_a_mean_takes_parts_of_different_element_types() -> None:
     """Each part of a mean is read as its own dtype and added in float32."""
     a = vector(1)
-    parts = [(encoded(a, d), d, 1.0) for d in DTYPES]
+    parts = [(encoded(a, d), d, 1.0, None) for d in DTYPES]
     out = np.empty(SIZE, F)
 
     kernels.mean(parts, 4.0, out)
@@ -475,12 +475,12 @@ def test_a_mean_of_one_part_is_the_part() -> None:
     a = np.array([-0.0, 1.5, -2.0], F)
     out = np.empty(3, F)
 
-    kernels.mean([(a, "float32", 1.0)], 1.0, out)
+    kernels.mean([(a, "float32", 1.0, None)], 1.0, out)
 
     assert out.tobytes() == a.tobytes()
 
 
-@pytest.mark.parametrize(("parts", "divisor"), [([], 1.0), ([(vector(0, 3), "float32", 1.0)], 0.0)])
+@pytest.mark.parametrize(("parts", "divisor"), [([], 1.0), ([(vector(0, 3), "float32", 1.0, None)], 0.0)])
 def test_a_mean_of_nothing_raises(parts: list[Any], divisor: float) -> None:
     """A mean without parts, or with a divisor of 0, raises ValueError."""
     with pytest.raises(ValueError, match="mean"):

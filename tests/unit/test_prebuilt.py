@@ -15,6 +15,7 @@ from tests.unit.moved_bodies import both_ways, connected_pair
 from paramserver import kernels
 from paramserver.core.optimizer import SegmentStep, slot_count
 from paramserver.core.optimizer_spec import OptimizerSpec
+from paramserver.core.ranges import elements, of_pairs, union
 from paramserver.kernels import calls, prebuilt, sockets
 from paramserver.types import F32, AnyArray
 
@@ -67,8 +68,16 @@ def everything() -> list[bytes | float | bool]:
             finite = kernels.apply_mean(o, STEPS, w, slots, means, 3.0, out[0], out[1:], nontemporal=nontemporal)
             found += [finite, *(a.tobytes() for a in out)]
     mean = np.empty(SIZE, np.float32)
-    kernels.mean([(g, dtype, 0.5) for dtype, g in grads.items()], 3.0, mean)
+    kernels.mean([(g, dtype, 0.5, None) for dtype, g in grads.items()], 3.0, mean)
     found.append(mean.tobytes())
+    ranges = of_pairs([(0, 3), (40, 900), (SIZE - 2, SIZE)])
+    few = grads["float16"][: elements(ranges)].copy()
+    kernels.apply(OptimizerSpec("sgd"), STEPS, w, (), few, "float16", mean, (), ranges=ranges)
+    found.append(mean.tobytes())
+    several = union([ranges, of_pairs([(1, 50)])])
+    into = np.empty(elements(several), np.float32)
+    kernels.mean([(few, "float16", 0.5, ranges), (w[:49], "float32", 2.0, of_pairs([(1, 50)]))], 3.0, into, several)
+    found.append(into.tobytes())
     for dtype, grad in grads.items():
         found += [kernels.norm2(grad, dtype), kernels.all_finite(grad, dtype)]
     bad = w.copy()

@@ -16,6 +16,7 @@ from paramserver.codecs.parts import encode_partition
 from paramserver.core.commit import Contribution
 from paramserver.core.layout import Layout
 from paramserver.core.partition_state import HeldPart, LoadedState
+from paramserver.core.ranges import of_pairs
 from paramserver.core.shard.effects import LoadPartition
 from paramserver.core.shard.events import AssignPart, PushPart, PushReceived, RosterChanged, SetReceived, WorkerAnswered
 from paramserver.core.shard.journal import JournalEntry
@@ -57,14 +58,18 @@ class Recorder(InMemoryStore):
         self.written: list[JournalEntry] = []
 
     def append(self, entry: JournalEntry) -> bool:
-        head = msgpack.unpackb(msgpack.packb(dict(entry.head)), strict_map_key=False)
+        head = msgpack.unpackb(msgpack.packb(dict(entry.head), default=np.ndarray.tolist), strict_map_key=False)
         arrays = tuple(np.frombuffer(a.tobytes(), a.dtype) for a in entry.arrays)
         self.written.append(replace(entry, head=head, arrays=arrays))
         return super().append(entry)
 
 
+def ranges_of(part: HeldPart) -> Any:
+    return None if part.ranges is None else part.ranges.tolist()
+
+
 def held(part: HeldPart) -> tuple[Any, ...]:
-    return (part.worker, part.epoch, part.clock, part.seq, part.base, part.scale, part.ranges, part.dtype,
+    return (part.worker, part.epoch, part.clock, part.seq, part.base, part.scale, ranges_of(part), part.dtype,
             part.data.tobytes())  # fmt: skip
 
 
@@ -199,7 +204,7 @@ class Session:
             2 * self.partition.version % 7 if restore else 0
         )  # a checkpoint's version: above the present one or not
         ranges = ((2, 4),) if ranged else None
-        part = AssignPart(0, data, "float32", True, ranges, slots, steps, version=version)
+        part = AssignPart(0, data, "float32", True, ranges and of_pairs(ranges), slots, steps, version=version)
         self.driver.send(SetReceived("m", (part,), restore=restore, request=self.driver.request()))
 
     def roster(self, gone: bool) -> None:

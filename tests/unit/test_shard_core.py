@@ -6,6 +6,7 @@ import numpy as np
 from msgspec.structs import replace
 
 from paramserver import limits
+from paramserver.core.ranges import of_pairs
 from paramserver.core.shard.effects import LoadPartition, PullDone, PushDone, StoreSnapshot
 from paramserver.core.shard.events import (
     AssignPart,
@@ -222,7 +223,7 @@ def test_initial_values_are_uploaded_before_anything_else() -> None:
     view = driver.serve(spec(), ready=False)
     pull, hasty = driver.ask((0,), wait_s=20.0), driver.ask((0,))
 
-    driver.send(SetReceived("m", (AssignPart(0, ones(2, 5.0), "float32", True, ((0, 2),)),), request=90))
+    driver.send(SetReceived("m", (AssignPart(0, ones(2, 5.0), "float32", True, of_pairs([(0, 2)])),), request=90))
     push = driver.submit({0: ones()})
     driver.advance(limits.LEASE_S)
 

@@ -7,6 +7,7 @@ from msgspec.structs import replace
 
 from paramserver import limits
 from paramserver.core.commit import Contribution
+from paramserver.core.ranges import of_pairs
 from paramserver.core.shard.effects import Journal, StoreSnapshot
 from paramserver.core.shard.events import (
     AssignPart,
@@ -262,7 +263,7 @@ def test_assignments_are_journaled_from_the_first_upload_on() -> None:
     after = ShardDriver(store)
     after.serve(journaled(), owned={0: 2}, source="snapshot", ready=False)
     after.send(replace(view, owned={0: 2}, ready=True))
-    after.send(SetReceived("m", (AssignPart(0, ones(6.0)[:2], "float32", True, ((1, 3),)),), request=91))
+    after.send(SetReceived("m", (AssignPart(0, ones(6.0)[:2], "float32", True, of_pairs([(1, 3)])),), request=91))
 
     assert after.values() == [5.0, 6.0, 6.0, 5.0]
     assert done(after, 91).version == 1

@@ -7,6 +7,7 @@ import psutil
 import pytest
 
 from paramserver.core.partition_state import PartitionState
+from paramserver.core.ranges import of_pairs
 from paramserver.core.shard.effects import PullDone, PulledPart, PushDone
 from paramserver.core.shard.events import PushPart, PushReceived
 from paramserver.errors import RequestError
@@ -85,7 +86,7 @@ def test_a_pull_of_ranges_counts_only_their_bytes() -> None:
     loads = Loads(lambda: now[0])
     state = PartitionState(np.zeros(1_000_000, np.float32), (), ())
     parts = (PulledPart(0, state, 1, 1), PulledPart(1, state, 1, 1))
-    loads.pulled(PullDone(ModelKey("m", 2), 0, parts), [((0, 10), (20, 30)), None])
+    loads.pulled(PullDone(ModelKey("m", 2), 0, parts), [of_pairs([(0, 10), (20, 30)]), None])
     now[0] += 1.0
     (_, _, _, ranged), (_, _, _, whole) = sorted(loads.rates())
     assert float(ranged) == pytest.approx(float(whole) * 80 / 4_000_000, abs=0.1)

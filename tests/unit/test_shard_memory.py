@@ -11,6 +11,7 @@ import pytest
 
 from paramserver.core.layout import Layout
 from paramserver.core.partition_state import Capture, HeldPart
+from paramserver.core.ranges import of_pairs
 from paramserver.core.spec import ModelSpec
 from paramserver.errors import RequestError
 from paramserver.types import ModelKey, PartitionKey
@@ -145,7 +146,7 @@ def test_a_capture_survives_being_stored() -> None:
     )
     layout = Layout(spec)
     first = first_state(spec, layout, 1, lambda n: np.empty(n, np.float32))
-    held = HeldPart("w0", 1, -1, 7, (3, 9), 0.5, ((0, 2),), np.array([1, 2], np.uint16), "bfloat16")
+    held = HeldPart("w0", 1, -1, 7, (3, 9), 0.5, of_pairs([(0, 2)]), np.array([1, 2], np.uint16), "bfloat16")
     key = PartitionKey(ModelKey("m", 1), 1)
     capture = Capture(key, 9, 4, 0, first.state, {"windows": [["w0", 1, 3]]}, (held,))
     head, arrays = to_stored(capture)
@@ -155,7 +156,8 @@ def test_a_capture_survives_being_stored() -> None:
     assert len(back.state.slots) == 2
     assert back.state.steps == (0,)
     assert back.memory == {"windows": [["w0", 1, 3]]}
-    assert back.buffered[0].ranges == ((0, 2),)
+    assert back.buffered[0].ranges is not None
+    assert back.buffered[0].ranges.tolist() == [[0, 2]]
     assert back.buffered[0].base == (3, 9)
     assert back.buffered[0].data.tolist() == [1, 2]
 

@@ -8,6 +8,7 @@ from msgspec.structs import replace
 
 from paramserver.core.commit import Commit
 from paramserver.core.partition_state import PartitionState
+from paramserver.core.ranges import of_pairs
 from paramserver.core.settings import model_settings_document
 from paramserver.core.shard.events import AssignPart, CommitDecided, ModelView, SetReceived
 from paramserver.core.shard.partition import Partition
@@ -164,8 +165,8 @@ def test_a_restore_waits_for_the_optimizer_that_its_state_is_of(
         ("empty_push", []),
         ("invalid_range", [{"partition": 1}]),
         ("invalid_range", [{}, {}]),
-        ("invalid_range", [{"ranges": ((2, 6),)}]),
-        ("invalid_shape", [{"ranges": ((1, 3),)}]),
+        ("invalid_range", [{"ranges": of_pairs([(2, 6)])}]),
+        ("invalid_shape", [{"ranges": of_pairs([(1, 3)])}]),
         ("invalid_shape", [{"slots": (ones(), np.zeros(3, np.float32))}]),
         ("invalid_shape", [{"steps": (1, 2)}]),
     ],

@@ -22,6 +22,7 @@ from paramserver.client.gradients import Grads
 from paramserver.client.model_base import ModelBase
 from paramserver.client.optimizers import Optimizer
 from paramserver.client.pushed import Pushed
+from paramserver.client.rows import Rows
 from paramserver.client.spec_builder import ParamLike, model_document, patch_document
 from paramserver.core.selection import Names, Ranges
 from paramserver.errors import InDoubt, PsError
@@ -176,6 +177,7 @@ class AsyncModel(ModelBase):
         names: Names | None = None,
         *,
         ranges: Ranges | None = None,
+        rows: Rows | None = None,
         out: Params | None = None,
         dtype: DTypeLike | None = None,
         min_version: int = 0,
@@ -184,8 +186,10 @@ class AsyncModel(ModelBase):
         timeout: float | None = None,
     ) -> Params:
         """See `Model.pull`."""
-        options: dict[str, Any] = {"names": names, "ranges": ranges, "dtype": dtype, "min_version": min_version}
-        return await self._client.run(self._pull(out, timeout, wait_s=wait_s, copy=copy, **options))
+        options: dict[str, Any] = {"names": names, "ranges": ranges, "rows": rows, "dtype": dtype}
+        return await self._client.run(
+            self._pull(out, timeout, wait_s=wait_s, copy=copy, min_version=min_version, **options)
+        )
 
     async def gradients(self, *, timeout: float | None = None) -> GradientArrays:
         """See `Model.gradients`."""
@@ -199,13 +203,14 @@ class AsyncModel(ModelBase):
         base: Params | None = None,
         weight: float = 1.0,
         ranges: Ranges | None = None,
+        rows: Rows | None = None,
         dtype: DTypeLike | None = None,
         codec: str | None = None,
         ack: str | None = None,
         timeout: float | None = None,
     ) -> Pushed:
         """See `Model.push`; the arrays must not be changed before it returns."""
-        how: dict[str, Any] = {"codec": codec, "dtype": dtype, "ranges": ranges}
+        how: dict[str, Any] = {"codec": codec, "dtype": dtype, "ranges": ranges, "rows": rows}
         return await self._client.run(
             self._numbered(transfer.push, grads, timeout, **how, weight=weight, ack=ack, base=base)
         )
@@ -218,13 +223,14 @@ class AsyncModel(ModelBase):
         out: Params | None = None,
         weight: float = 1.0,
         ranges: Ranges | None = None,
+        rows: Rows | None = None,
         dtype: DTypeLike | None = None,
         codec: str | None = None,
         ack: str | None = None,
         timeout: float | None = None,
     ) -> Params:
         """See `Model.pushpull`."""
-        how: dict[str, Any] = {"codec": codec, "dtype": dtype, "ranges": ranges}
+        how: dict[str, Any] = {"codec": codec, "dtype": dtype, "ranges": ranges, "rows": rows}
         send = partial(transfer.pushpull, out=out)
         _, params = await self._client.run(
             self._numbered(send, grads, timeout, **how, weight=weight, ack=ack, base=base)

@@ -12,6 +12,7 @@ from paramserver.client.gradient_arrays import GradientArrays
 from paramserver.client.gradients import Grads
 from paramserver.client.pushed import Pushed
 from paramserver.client.reports import check_measure, measured
+from paramserver.client.rows import Rows
 from paramserver.client.streaming import AsyncPushStream
 from paramserver.client.tasks import Task
 from paramserver.client.worker_base import LEAVE_S, WorkerBase, of_another_process
@@ -98,6 +99,7 @@ class AsyncWorker(WorkerBase):
         names: Names | None = None,
         *,
         ranges: Ranges | None = None,
+        rows: Rows | None = None,
         out: Params | None = None,
         dtype: DTypeLike | None = None,
         min_version: int = 0,
@@ -106,8 +108,8 @@ class AsyncWorker(WorkerBase):
         timeout: float | None = None,
     ) -> Params:
         """See `Worker.pull`; without `wait_s` it waits for `min_version` up to its deadline, 60 s at most."""
-        options: dict[str, Any] = {"names": names, "ranges": ranges, "out": out, "dtype": dtype, "view": not copy}
-        options |= {"min_version": min_version, "wait_s": wait_s}
+        options: dict[str, Any] = {"names": names, "ranges": ranges, "rows": rows, "out": out, "dtype": dtype}
+        options |= {"view": not copy, "min_version": min_version, "wait_s": wait_s}
         return await self._run(self._session.pull(self._deadline(timeout, wait_s), **options))
 
     async def gradients(self, *, timeout: float | None = None) -> GradientArrays:
@@ -121,13 +123,14 @@ class AsyncWorker(WorkerBase):
         base: Params | None = None,
         weight: float = 1.0,
         ranges: Ranges | None = None,
+        rows: Rows | None = None,
         dtype: DTypeLike | None = None,
         codec: str | None = None,
         ack: str | None = None,
         timeout: float | None = None,
     ) -> Pushed:
         """See `Worker.push`; the arrays must not be changed before it returns."""
-        terms = self._terms(codec, dtype, ranges, base=base, weight=weight, ack=ack)
+        terms = self._terms(codec, dtype, ranges, rows, base=base, weight=weight, ack=ack)
         return await self._run(self._session.push(grads, self._deadline(timeout), **terms))
 
     def stream(
@@ -152,13 +155,14 @@ class AsyncWorker(WorkerBase):
         out: Params | None = None,
         weight: float = 1.0,
         ranges: Ranges | None = None,
+        rows: Rows | None = None,
         dtype: DTypeLike | None = None,
         codec: str | None = None,
         ack: str | None = None,
         timeout: float | None = None,
     ) -> Params:
         """See `Worker.pushpull`."""
-        terms = self._terms(codec, dtype, ranges, base=base, weight=weight, ack=ack)
+        terms = self._terms(codec, dtype, ranges, rows, base=base, weight=weight, ack=ack)
         return await self._run(self._session.pushpull(grads, self._deadline(timeout), out=out, **terms))
 
     async def clock(self, *, timeout: float | None = None) -> int:
@@ -173,6 +177,7 @@ class AsyncWorker(WorkerBase):
         base: Params | None = None,
         weight: float = 1.0,
         ranges: Ranges | None = None,
+        rows: Rows | None = None,
         dtype: DTypeLike | None = None,
         codec: str | None = None,
         ack: str | None = None,
@@ -181,7 +186,7 @@ class AsyncWorker(WorkerBase):
     ) -> Pushed:
         """See `Worker.step`."""
         told = {"loss": loss, **self._metrics(metrics)}
-        terms = self._terms(codec, dtype, ranges, base=base, weight=weight, ack=ack)
+        terms = self._terms(codec, dtype, ranges, rows, base=base, weight=weight, ack=ack)
         return await self._run(self._iterations.step(grads, told, *self._deadlines(timeout), **terms))
 
     async def exchange(

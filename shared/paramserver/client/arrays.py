@@ -70,6 +70,11 @@ class Params(NamedArrays):
         return Params, (self._selection, self.flat, self._origin)  # the arrays of a copy are views of its own vector
 
     @property
+    def selection(self) -> Selection:
+        """What was pulled."""
+        return self._selection
+
+    @property
     def version(self) -> int:
         """The lowest version of the partitions that were pulled."""
         return self._origin.version

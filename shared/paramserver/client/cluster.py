@@ -17,6 +17,7 @@ from paramserver.client.gradient_arrays import GradientArrays, give_back
 from paramserver.client.lease_cache import LeaseCache
 from paramserver.client.same_host import SameHost, is_same_host
 from paramserver.core.layout import Layout
+from paramserver.core.ranges import of_pairs
 from paramserver.core.spec import ModelSpec
 from paramserver.errors import PsError, problem
 from paramserver.limits import LEASE_S
@@ -204,7 +205,7 @@ class Cluster:
                         model=model_map.name,
                         generation=model_map.generation,
                         map_epoch=model_map.map_epoch,
-                        parts=[(partition, [(0, 1)])],
+                        parts=[(partition, of_pairs([(0, 1)]))],
                         release=self.same_host.take_ended(address),
                     )
                     headers = {"accept": MEDIA_TYPE, "content-type": MEDIA_TYPE}

@@ -10,6 +10,7 @@ import numpy as np
 from msgspec import Struct
 
 from paramserver.client.gradients import VIEW_BYTES_MIN, Content, Gradient, Grads, Scan, prepare
+from paramserver.client.rows import Rows, ids_of
 from paramserver.codecs.codec import Codec
 from paramserver.core.layout import Layout
 from paramserver.core.selection import Part, Ranges, Selection, listed
@@ -167,11 +168,18 @@ class Encoding(Struct, frozen=True):
     """Without a codec, the dtype that elements are sent in; None: float16 and bfloat16 as they are, else float32."""
     ranges: Ranges | None = None
     """Flat element ranges by name; the arrays of these parameters hold only these elements, end to end."""
+    rows: Rows | None = None
+    """Row numbers by name; the arrays of these parameters hold only these rows, which may be named more than once."""
     feedback: Feedback | None = None
     """A worker's, which lossy codecs need."""
 
     def of_call(
-        self, *, codec: str | None = None, dtype: DTypeLike | None = None, ranges: Ranges | None = None
+        self,
+        *,
+        codec: str | None = None,
+        dtype: DTypeLike | None = None,
+        ranges: Ranges | None = None,
+        rows: Rows | None = None,
     ) -> "Encoding":
         """Return the encoding of one call: what it names, else the codec and feedback of this one.
 
@@ -183,7 +191,7 @@ class Encoding(Struct, frozen=True):
             )
         named = None if codec is None else Codec.parse(codec)
         chosen = named or (self.codec if dtype is None else None)
-        return Encoding(chosen, dtype, listed(None, ranges)[1] or None, self.feedback)
+        return Encoding(chosen, dtype, listed(None, ranges)[1] or None, ids_of(rows) or None, self.feedback)
 
 
 NO_ENCODING: Final = Encoding()
@@ -209,17 +217,17 @@ def ready(
         if draft is not None:
             draft.encoded(grads)
         return grads
-    codec, ranges = encoding.codec, encoding.ranges
+    codec, ranges, rows = encoding.codec, encoding.ranges, encoding.rows
     if codec is None:
-        return prepare(layout, grads, ranges, encoding.dtype, partitions)
+        return prepare(layout, grads, ranges, encoding.dtype, partitions, rows)
     if codec.per_partition:
         if draft is None:
             hint = f'with model.worker() as w: w.push(..., codec="{codec.text}")'
             detail = f"codec {codec.text} is lossy and needs error feedback, which only a worker keeps"
             raise problem("invalid_field", detail, hint=hint)
-        gradient = prepare(layout, grads, ranges, "float32", partitions)
+        gradient = prepare(layout, grads, ranges, "float32", partitions, rows)
         return _whole(gradient, codec, generation, draft)
-    gradient = prepare(layout, grads, ranges, codec.coding, partitions)
+    gradient = prepare(layout, grads, ranges, codec.coding, partitions, rows)
     return gradient if codec.stage is None else _packed(gradient, codec, generation)
 
 

@@ -16,10 +16,12 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from paramserver.client.gradient_arrays import ArrayMemory, GradientArrays
+from paramserver.client.rows import Chosen, Rows, chosen, ids_of, summed, with_rows
 from paramserver.client.values import array_of, not_held, sendable
 from paramserver.codecs.elements import Encoder, encoder
 from paramserver.core.layout import Layout
-from paramserver.core.selection import Names, Part, Ranges, Selection, listed, select
+from paramserver.core.ranges import RangeArray
+from paramserver.core.selection import Part, Ranges, Selection, listed, select
 from paramserver.errors import PsError, combined, problem
 from paramserver.types import ITEMSIZE, AnyArray, DType, DTypeLike
 from paramserver.wire.tensor import NUMPY_DTYPE, bf16_bits_to_f32, f32_to_bf16_bits
@@ -136,6 +138,7 @@ def prepare(
     ranges: Ranges | None = None,
     dtype: DTypeLike | None = None,
     partitions: frozenset[int] | None = None,
+    rows: Rows | None = None,
 ) -> Gradient:
     """Check `grads` against the model and return them as a gradient; one error lists every mismatch.
 
@@ -152,31 +155,46 @@ def prepare(
             "invalid_field", "gradients are arrays by name, or one flat vector, not a list of arrays", hint=hint
         )
     if isinstance(grads, np.ndarray) or not isinstance(grads, Mapping):
-        return _flat(layout, grads, ranges, dtype)
+        return _flat(layout, grads, ranges or rows, dtype)
     if not grads:
         raise problem("empty_push", "the push holds no gradients", hint="pass an array for at least one parameter")
     errors: list[PsError] = []
-    ranges = listed(None, ranges)[1]
-    stray = [n for n in ranges if n not in grads]
-    errors += [problem("invalid_range", f"ranges name '{n}', which has no array", where=n) for n in stray]
     errors += layout.spec.unknown([str(n) for n in grads if n not in layout.by_name])
-    known: Names = [n for n in grads if n in layout.by_name]
-    selection = select(layout, known, {n: r for n, r in ranges.items() if n in known})
+    known = [n for n in grads if n in layout.by_name]
+    touched, only = _limited(layout, grads, ranges, rows, errors) if ranges or rows else ({}, {})
+    selection = select(layout, known, only)
     arrays: list[tuple[AnyArray, bool]] = []
     for i, p in enumerate(selection.params):
         try:
-            arrays.append(_array(f"'{p.name}'", grads[p.name], selection.shape(i), p.name))
+            gradient = grads[p.name] if p.name not in touched else summed(p, touched[p.name], grads[p.name])
+            arrays.append(_array(f"'{p.name}'", gradient, selection.shape(i), p.name, ranged=p.name in only))
         except PsError as e:
             errors.append(e)
     if errors:
         raise combined(errors)
     if partitions is not None:
         selection = replace(selection, parts=tuple(p for p in selection.parts if p.partition in partitions))
-    gradient = _gradient_of(selection, arrays, dtype)
-    whole = partitions is None and not ranges and gradient.dtype == "float32"
+    made = _gradient_of(selection, arrays, dtype)
+    whole = partitions is None and not only and made.dtype == "float32"
     if isinstance(grads, GradientArrays) and whole and list(grads) == list(layout.by_name):
-        return replace(gradient, memory=grads.place)  # laid out like the model's flat vector
-    return gradient
+        return replace(made, memory=grads.place)  # laid out like the model's flat vector
+    return made
+
+
+def _limited(
+    layout: Layout, grads: Mapping[str, Any], ranges: Ranges | None, rows: Rows | None, errors: list[PsError]
+) -> tuple[dict[str, Chosen], dict[str, RangeArray]]:
+    """Return what the arrays that are of rows or ranges are of, and all of it as ranges; appends to `errors`."""
+    known = [n for n in grads if n in layout.by_name]
+    named = {"ranges": listed(None, ranges)[1], "rows": ids_of(rows)}
+    for how, by_name in named.items():
+        stray = [n for n in by_name if n not in grads]
+        errors += [problem("invalid_range", f"{how} name '{n}', which has no array", where=n) for n in stray]
+    touched = chosen(layout, {n: ids for n, ids in named["rows"].items() if n in known})
+    only = with_rows(layout, {n: r for n, r in named["ranges"].items() if n in known}, touched)
+    if only and len(only) == len(known) and not any(map(len, only.values())):
+        raise problem("empty_push", "the push names no element", hint="worker.clock() ends an iteration without a push")
+    return touched, only
 
 
 def apart_from(out: AnyArray, gradient: "Content") -> "Content":
@@ -189,10 +207,12 @@ def apart_from(out: AnyArray, gradient: "Content") -> "Content":
     return replace(gradient, sources=tuple([s.copy() if np.may_share_memory(s, out) else s for s in gradient.sources]))
 
 
-def _flat(layout: Layout, grads: Any, ranges: Ranges | None, dtype: str | None) -> Gradient:
+def _flat(layout: Layout, grads: Any, ranges: Ranges | Rows | None, dtype: str | None) -> Gradient:
     if ranges:
         raise problem(
-            "invalid_range", "ranges need gradients by parameter name", hint='push({"w": values}, ranges={"w": …})'
+            "invalid_range",
+            "ranges and rows need gradients by parameter name",
+            hint='push({"w": values}, ranges={"w": …})',
         )
     array, bf16 = _array("the flat gradient", grads, (layout.size,), "")
     selection = select(layout)
@@ -200,12 +220,13 @@ def _flat(layout: Layout, grads: Any, ranges: Ranges | None, dtype: str | None) 
     return _gradient_of(selection, [(array[at[i] : at[i + 1]], bf16) for i in range(len(selection.params))], dtype)
 
 
-def _array(what: str, value: Any, shape: tuple[int, ...], where: str) -> tuple[AnyArray, bool]:
+def _array(what: str, value: Any, shape: tuple[int, ...], where: str, *, ranged: bool = False) -> tuple[AnyArray, bool]:
     """Return `value` as a contiguous 1-D array, and whether it holds bfloat16 bits."""
     array = array_of(what, value, where)
     if array.shape != shape:
-        detail = f"{what} has shape {list(array.shape)}, the model's is {list(shape)}"
-        raise problem("invalid_shape", detail, where=where)
+        needed = f"its ranges are {list(shape)}" if ranged else f"the model's is {list(shape)}"
+        hint = "a range is one of flat elements: rows= takes rows" if ranged else ""
+        raise problem("invalid_shape", f"{what} has shape {list(array.shape)}, {needed}", hint=hint, where=where)
     flat = np.ascontiguousarray(array).reshape(-1)
     return (flat.view(np.uint16), True) if flat.dtype.kind == "V" else (flat, False)
 

@@ -15,6 +15,7 @@ from paramserver.client.gradients import Grads
 from paramserver.client.model_base import ModelBase
 from paramserver.client.optimizers import Optimizer
 from paramserver.client.pushed import Pushed
+from paramserver.client.rows import Rows
 from paramserver.client.spec_builder import patch_document
 from paramserver.client.worker import Worker
 from paramserver.core.selection import Names, Ranges
@@ -34,6 +35,7 @@ class Model(ModelBase):
         names: Names | None = None,
         *,
         ranges: Ranges | None = None,
+        rows: Rows | None = None,
         out: Params | None = None,
         dtype: DTypeLike | None = None,
         min_version: int = 0,
@@ -46,6 +48,7 @@ class Model(ModelBase):
         Args:
             names: parameter names or patterns; None: all.
             ranges: flat element ranges [start, stop) of some parameters, whose arrays are then 1-D.
+            rows: row numbers of some parameters, in any order and as often as wanted, whose arrays have these rows.
             out: an earlier pull of the same selection, whose memory is reused.
             dtype: "float16", "bfloat16", "float32" or "float64", or NumPy's own; None: the parameters' own.
             min_version: the version every partition must have reached, within `wait_s` seconds and before the timeout.
@@ -54,8 +57,8 @@ class Model(ModelBase):
 
         Raises NotFoundError, ConflictError (`version_not_reached`), Unavailable.
         """
-        options: dict[str, Any] = {"names": names, "ranges": ranges, "dtype": dtype, "min_version": min_version}
-        return self._client.run(self._pull(out, timeout, wait_s=wait_s, copy=copy, **options))
+        options: dict[str, Any] = {"names": names, "ranges": ranges, "rows": rows, "dtype": dtype}
+        return self._client.run(self._pull(out, timeout, wait_s=wait_s, copy=copy, min_version=min_version, **options))
 
     def push(
         self,
@@ -64,6 +67,7 @@ class Model(ModelBase):
         base: Params | None = None,
         weight: float = 1.0,
         ranges: Ranges | None = None,
+        rows: Rows | None = None,
         dtype: DTypeLike | None = None,
         codec: str | None = None,
         ack: str | None = None,
@@ -77,6 +81,8 @@ class Model(ModelBase):
             weight: factor of the gradient.  Means are divided by the number of contributions, not by the sum of their
                 weights: for a mean over samples of unequal batches, use own batch size / mean batch size.
             ranges: flat element ranges; the arrays of those parameters are then 1-D and hold only these elements.
+            rows: row numbers, in any order; the arrays of those parameters hold only these rows.  The gradients of a
+                row that is named more than once are added up, in float32 and in their order.
             dtype: dtype in which the elements are sent; None: float16 and bfloat16 as they are, all others as float32.
             codec: encoding in which they are sent, instead of a dtype: "fp16", "bf16+zstd", "fp32+lz4"
                 (docs/codecs.md); "int8" and "topk" are for workers, which add what these leave out to the next push.
@@ -85,7 +91,7 @@ class Model(ModelBase):
         Raises RequestError listing everything that is wrong, before anything is sent; ConflictError (`worker_required`)
         in sync and ssp mode; Unavailable, or its subclass InDoubt if the push may have been applied.
         """
-        how: dict[str, Any] = {"codec": codec, "dtype": dtype, "ranges": ranges}
+        how: dict[str, Any] = {"codec": codec, "dtype": dtype, "ranges": ranges, "rows": rows}
         return self._client.run(self._numbered(transfer.push, grads, timeout, **how, weight=weight, ack=ack, base=base))
 
     def pushpull(
@@ -96,6 +102,7 @@ class Model(ModelBase):
         out: Params | None = None,
         weight: float = 1.0,
         ranges: Ranges | None = None,
+        rows: Rows | None = None,
         dtype: DTypeLike | None = None,
         codec: str | None = None,
         ack: str | None = None,
@@ -106,7 +113,7 @@ class Model(ModelBase):
         The arguments are those of `push`; `out` is an earlier pull of the whole model, whose memory is reused.  Raises
         what `push` raises, InDoubt also if the push was accepted and the values did not come.
         """
-        how: dict[str, Any] = {"codec": codec, "dtype": dtype, "ranges": ranges}
+        how: dict[str, Any] = {"codec": codec, "dtype": dtype, "ranges": ranges, "rows": rows}
         send = partial(transfer.pushpull, out=out)
         _, params = self._client.run(self._numbered(send, grads, timeout, **how, weight=weight, ack=ack, base=base))
         return params

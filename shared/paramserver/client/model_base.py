@@ -10,6 +10,7 @@ from paramserver.client.cluster import model_path
 from paramserver.client.encoding import NO_ENCODING
 from paramserver.client.frames import PushTerms
 from paramserver.client.gradients import Grads
+from paramserver.client.rows import Rows
 from paramserver.core.fields import check_model_name
 from paramserver.core.selection import Ranges
 from paramserver.errors import InDoubt, PsError, problem
@@ -59,11 +60,12 @@ class ModelBase:
         codec: str | None,
         dtype: DTypeLike | None,
         ranges: Ranges | None,
+        rows: Rows | None,
         **terms: Any,
     ) -> Call[T]:
         """Do `transfer.push` or `transfer.pushpull` under the next number of a sender that has not joined."""
         client, deadline = self._client, self._client.deadline(timeout)
-        encoding = self._encoding.of_call(codec=codec, dtype=dtype, ranges=ranges)
+        encoding = self._encoding.of_call(codec=codec, dtype=dtype, ranges=ranges, rows=rows)
         numbers = client.numbers(self.name)
         push_id = yield from numbers.take(deadline)
         try:

@@ -17,7 +17,7 @@ from paramserver.client.frames import Incoming, Outgoing, lacks_norm
 from paramserver.client.same_host import Leased, Slot, is_same_host
 from paramserver.core.selection import Part, Selection
 from paramserver.errors import InDoubt, PsError, StaleMapError, Unavailable, Unreachable, problem
-from paramserver.limits import BODY_BYTES_MAX
+from paramserver.limits import BODY_BYTES_MAX, RANGES_PER_REQUEST_MAX
 from paramserver.net.calls import (
     Call,
     Deadline,
@@ -64,17 +64,19 @@ class Transfer:
     def groups(self, parts: list[Part]) -> tuple[Groups, list[Part]]:
         """Group parts by route; also return those that must wait, because a request has all that it may have."""
         out: dict[str | None, list[Part]] = {}
-        sizes: dict[str | None, int] = {}
+        has: dict[str | None, tuple[int, int]] = {}
+        """Elements and ranges of each request so far."""
         waiting: list[Part] = []
         for part in parts:
             to = self.cluster.route(self.model_map, part.partition)
-            size = sizes.get(to, 0) + part.stop - part.start
+            size, ranges = has.get(to, (0, 0))
+            size, ranges = size + part.stop - part.start, ranges + part.range_count
             bounded = to is None or not self._backoff.reads  # a pull from the owner, who has the values anyway, is not
-            if to in out and size > REQUEST_ELEMENTS_MAX and bounded:
+            if to in out and ((size > REQUEST_ELEMENTS_MAX and bounded) or ranges > RANGES_PER_REQUEST_MAX):
                 waiting.append(part)
             else:
                 out.setdefault(to, []).append(part)
-                sizes[to] = size
+                has[to] = size, ranges
         return list(out.items()), waiting
 
     def fits(self) -> bool:

@@ -17,6 +17,7 @@ from paramserver.client.frames import OwnBase, PushTerms
 from paramserver.client.gradients import Grads
 from paramserver.client.membership import Membership
 from paramserver.client.pushed import DROPPED, Pushed
+from paramserver.client.rows import Rows, ids_of
 from paramserver.client.turns import Held, Turn
 from paramserver.codecs.codec import Codec
 from paramserver.core.layout import Layout
@@ -66,6 +67,7 @@ class Session(Membership):
         *,
         names: Names | None = None,
         ranges: Ranges | None = None,
+        rows: Rows | None = None,
         out: Params | None = None,
         dtype: DTypeLike | None = None,
         min_version: int = 0,
@@ -81,6 +83,7 @@ class Session(Membership):
         transfer.check_view(out, view)
         if names is not None or ranges is not None:
             names, ranges = listed(names, ranges)
+        rows = ids_of(rows)
         while True:
             yield from self._joined_map(deadline)
             epoch, timeline = self.numbers.epoch, self.timeline
@@ -94,6 +97,7 @@ class Session(Membership):
                     deadline,
                     names=names,
                     ranges=ranges,
+                    rows=rows,
                     out=out,
                     dtype=dtype,
                     min_version=min_version,

@@ -8,9 +8,10 @@ from typing import Any, Final
 from paramserver.client import transfer
 from paramserver.client.arrays import Params
 from paramserver.client.cluster import Cluster
+from paramserver.client.rows import Rows, ids_of, row_key
 from paramserver.client.values import dtype_name
 from paramserver.core.fields import whole_number
-from paramserver.core.selection import Names, Ranges, listed
+from paramserver.core.selection import Names, Ranges, listed, range_key
 from paramserver.net.calls import Call, Deadline
 from paramserver.net.forks import call_in_forked_child
 from paramserver.types import DTypeLike
@@ -47,6 +48,7 @@ class SharedArrays:
         *,
         names: Names | None = None,
         ranges: Ranges | None = None,
+        rows: Rows | None = None,
         dtype: DTypeLike | None = None,
         min_version: int = 0,
         wait_s: float = 0.0,
@@ -54,11 +56,13 @@ class SharedArrays:
         """Return the kept arrays if `min_version` is given and they have reached it, else pull fresh ones."""
         min_version = whole_number("min_version", min_version)
         names, ranges = listed(names, ranges)
-        key = model, names, None if dtype is None else dtype_name(dtype), tuple(sorted(ranges.items()))
+        rows = ids_of(rows)
+        key = model, names, None if dtype is None else dtype_name(dtype), range_key(ranges), row_key(rows)
         if min_version and (kept := self._reached(key, model, min_version)) is not None:
             return kept
-        options: dict[str, Any] = {"names": names, "ranges": ranges, "dtype": dtype, "min_version": min_version}
-        fresh = yield from transfer.pull(self._cluster, model, deadline, wait_s=wait_s, view=True, **options)
+        options: dict[str, Any] = {"names": names, "ranges": ranges, "rows": rows, "dtype": dtype}
+        options |= {"min_version": min_version, "wait_s": wait_s}
+        fresh = yield from transfer.pull(self._cluster, model, deadline, view=True, **options)
         fresh = fresh.frozen()
         with self._lock:
             if min_version or key in self._kept:

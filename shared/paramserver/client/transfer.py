@@ -19,6 +19,7 @@ from paramserver.client.frames import (
 )
 from paramserver.client.gradients import Content, Grads, apart_from
 from paramserver.client.pushed import Pushed, summed
+from paramserver.client.rows import Rows, arranged, chosen, ids_of, with_rows
 from paramserver.client.same_host import Leased
 from paramserver.client.sends import PushTransfer, Transfer, good_and_failed, in_order
 from paramserver.client.values import sendable
@@ -50,6 +51,7 @@ def pull(
     *,
     names: Names | None = None,
     ranges: Ranges | None = None,
+    rows: Rows | None = None,
     out: Params | None = None,
     dtype: DTypeLike | None = None,
     min_version: int = 0,
@@ -66,7 +68,13 @@ def pull(
     """
     min_version, wait_s = whole_number("min_version", min_version), seconds(wait_s, "wait_s")
     model_map = yield from cluster.map_of(model, deadline)
-    selection = select(model_map.layout, *listed(names, ranges))
+    names, ranges = listed(names, ranges)
+    asked = chosen(model_map.layout, ids_of(rows)) if rows else {}
+    if asked:
+        if out is not None:
+            raise problem("invalid_field", "out= and rows= exclude each other")
+        ranges = with_rows(model_map.layout, ranges, asked, probe=names is None)
+    selection = select(model_map.layout, names, ranges)
     whole = selection.size == model_map.layout.size
     terms = PullTerms(wire_dtype(selection, dtype), min_version, timeline, whole, min_clock)
     arrivals = Arrivals(cluster.same_host, model_map.layout, selection, terms.dtype, out, view=view)
@@ -74,7 +82,7 @@ def pull(
     if lendable:
         known = cluster.lease_cache.lookup(model, model_map.generation, timeline, min_version, min_clock)
         if known is not None and (values := known[0].values()) is not None:
-            return arrivals.known(values, known[1])
+            return arranged(arrivals.known(values, known[1]), asked)
     transfer = Transfer(cluster, model_map, selection, deadline)
     spare_s = min(ANSWER_S, deadline.left_s() / 5)  # kept for the answer, which would come after the deadline
     wait_until = deadline.clock() + min(wait_s, deadline.left_s() - spare_s)
@@ -115,7 +123,7 @@ def pull(
     assert params is not None
     if lendable and arrivals.leased_values is not None:
         cluster.lease_cache.pulled(params.origin, arrivals.leased_values, min_clock)
-    return params
+    return arranged(params, asked)
 
 
 def push(

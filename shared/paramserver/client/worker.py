@@ -11,6 +11,7 @@ from paramserver.client.gradient_arrays import GradientArrays
 from paramserver.client.gradients import Grads
 from paramserver.client.pushed import Pushed
 from paramserver.client.reports import check_measure, measured
+from paramserver.client.rows import Rows
 from paramserver.client.streaming import PushStream
 from paramserver.client.tasks import Task
 from paramserver.client.worker_base import LEAVE_S, WorkerBase, of_another_process
@@ -95,6 +96,7 @@ class Worker(WorkerBase):
         names: Names | None = None,
         *,
         ranges: Ranges | None = None,
+        rows: Rows | None = None,
         out: Params | None = None,
         dtype: DTypeLike | None = None,
         min_version: int = 0,
@@ -106,8 +108,8 @@ class Worker(WorkerBase):
 
         Without `wait_s` it waits for `min_version`, unlike `Model.pull`: up to its deadline, 60 s at most.
         """
-        options: dict[str, Any] = {"names": names, "ranges": ranges, "out": out, "dtype": dtype, "view": not copy}
-        options |= {"min_version": min_version, "wait_s": wait_s}
+        options: dict[str, Any] = {"names": names, "ranges": ranges, "rows": rows, "out": out, "dtype": dtype}
+        options |= {"view": not copy, "min_version": min_version, "wait_s": wait_s}
         return self._run(self._session.pull(self._deadline(timeout, wait_s), **options))
 
     def push(
@@ -117,6 +119,7 @@ class Worker(WorkerBase):
         base: Params | None = None,
         weight: float = 1.0,
         ranges: Ranges | None = None,
+        rows: Rows | None = None,
         dtype: DTypeLike | None = None,
         codec: str | None = None,
         ack: str | None = None,
@@ -127,7 +130,7 @@ class Worker(WorkerBase):
         `base` defaults to what this worker pulled last.  The result's `state` is `dropped` if the model went back to an
         earlier clock meanwhile, or the worker lost its lease.
         """
-        terms = self._terms(codec, dtype, ranges, base=base, weight=weight, ack=ack)
+        terms = self._terms(codec, dtype, ranges, rows, base=base, weight=weight, ack=ack)
         return self._run(self._session.push(grads, self._deadline(timeout), **terms))
 
     def gradients(self, *, timeout: float | None = None) -> GradientArrays:
@@ -167,13 +170,14 @@ class Worker(WorkerBase):
         out: Params | None = None,
         weight: float = 1.0,
         ranges: Ranges | None = None,
+        rows: Rows | None = None,
         dtype: DTypeLike | None = None,
         codec: str | None = None,
         ack: str | None = None,
         timeout: float | None = None,
     ) -> Params:
         """Push a gradient, then pull, in one round trip except in sync; the clock does not advance."""
-        terms = self._terms(codec, dtype, ranges, base=base, weight=weight, ack=ack)
+        terms = self._terms(codec, dtype, ranges, rows, base=base, weight=weight, ack=ack)
         return self._run(self._session.pushpull(grads, self._deadline(timeout), out=out, **terms))
 
     def clock(self, *, timeout: float | None = None) -> int:
@@ -192,6 +196,7 @@ class Worker(WorkerBase):
         base: Params | None = None,
         weight: float = 1.0,
         ranges: Ranges | None = None,
+        rows: Rows | None = None,
         dtype: DTypeLike | None = None,
         codec: str | None = None,
         ack: str | None = None,
@@ -203,7 +208,7 @@ class Worker(WorkerBase):
         Metrics travel with the heartbeat; with many steps per second, only some of the points are kept.
         """
         told = {"loss": loss, **self._metrics(metrics)}
-        terms = self._terms(codec, dtype, ranges, base=base, weight=weight, ack=ack)
+        terms = self._terms(codec, dtype, ranges, rows, base=base, weight=weight, ack=ack)
         return self._run(self._iterations.step(grads, told, *self._deadlines(timeout), **terms))
 
     def exchange(

@@ -9,6 +9,7 @@ from typing import Any, Final
 from paramserver import limits
 from paramserver.client.client_base import ClientBase
 from paramserver.client.iterations import Iterations
+from paramserver.client.rows import Rows
 from paramserver.client.session import Session
 from paramserver.client.task_requests import TaskRequests
 from paramserver.codecs.codec import Codec
@@ -22,7 +23,7 @@ MISSPELLED: Final = ("codec", "dtype", "timeout", "weight")
 """Options of `step` and `exchange` of which a slip would change the result and look like a metric."""
 ALIKE: Final = 0.8
 """How alike a slip is to its option at least (`difflib`'s ratio): 'wieght' and 'weight' 0.83, 'val_loss' 0.29."""
-ELSEWHERE: Final = ("copy", "min_version", "names", "out", "ranges", "wait_s")
+ELSEWHERE: Final = ("copy", "min_version", "names", "out", "ranges", "rows", "wait_s")
 """Options of `pull`, `push` and `exchange`; `step` and `exchange` get those that they do not have as metrics."""
 LEAVE_S = 5.0
 """How long a worker tries to tell the scheduler that it leaves."""
@@ -116,10 +117,16 @@ class WorkerBase:
         return self._session.evaluation_waits
 
     def _terms(
-        self, codec: str | None, dtype: DTypeLike | None, ranges: Ranges | None = None, **terms: Any
+        self,
+        codec: str | None,
+        dtype: DTypeLike | None,
+        ranges: Ranges | None = None,
+        rows: Rows | None = None,
+        **terms: Any,
     ) -> dict[str, Any]:
         """Return these terms of a push, with its encoding."""
-        return {"encoding": self._session.encoding.of_call(codec=codec, dtype=dtype, ranges=ranges), **terms}
+        encoding = self._session.encoding.of_call(codec=codec, dtype=dtype, ranges=ranges, rows=rows)
+        return {"encoding": encoding, **terms}
 
     def _metrics(self, metrics: Mapping[str, Any]) -> Mapping[str, Any]:
         """Return the metrics that were given to `step` or `exchange` as keywords.
@@ -129,6 +136,8 @@ class WorkerBase:
         for name in metrics:
             if name in ELSEWHERE:
                 hint = f"pull(), push() and clock() have all options. If it is a metric: report({name}=...)"
+                if name in ("ranges", "rows"):
+                    hint = f"exchange() is of the whole model: step(..., {name}=...), then pull({name}=...)"
                 raise problem("invalid_field", f"this call has no option {name}=", hint=hint)
             if meant := _meant_by(name):
                 hint = f"did you mean {meant}=? If it is a metric: report({name}=...)"

@@ -5,7 +5,7 @@ from typing import Any
 
 from msgspec import Struct, field
 
-from paramserver.core.layout import Range
+from paramserver.core.ranges import RangeArray
 from paramserver.types import F32, AnyArray, Coding, PartitionKey, Token
 
 
@@ -39,11 +39,21 @@ class HeldPart(Struct, frozen=True):
     """(version, incarnation) the gradient was computed from."""
     scale: float
     """Weight times the norm clipping factor."""
-    ranges: tuple[Range, ...] | None
+    ranges: RangeArray | None
     """Ranges, relative to the partition, whose elements `data` holds end to end; None: the whole partition."""
     data: AnyArray
     """1-D, of `dtype`; bfloat16 as uint16, a codec's bytes as uint8."""
     dtype: Coding
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its data and ranges, as bounds count them."""
+        return held_bytes(self.ranges, self.data)
+
+
+def held_bytes(ranges: RangeArray | None, data: AnyArray) -> int:
+    """Bytes that a gradient of these ranges takes while it waits to be applied."""
+    return data.nbytes + (0 if ranges is None else ranges.nbytes)
 
 
 class Capture(Struct, frozen=True):
@@ -69,7 +79,7 @@ class Capture(Struct, frozen=True):
     @property
     def nbytes(self) -> int:
         """Bytes of all arrays, as the snapshot budget counts them."""
-        return self.state.nbytes + sum(h.data.nbytes for h in (*self.buffered, *self.staged))
+        return self.state.nbytes + sum(h.nbytes for h in (*self.buffered, *self.staged))
 
 
 class LoadedState(Struct, frozen=True):

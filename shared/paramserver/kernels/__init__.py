@@ -1,12 +1,12 @@
 """Fused optimizer steps and reductions over float32 partitions, compiled by numba; independent of models.
 
-    apply(optimizer, steps, w, slots, grad, dtype, w_out, slots_out) -> bool
-        one optimizer step of a whole partition, out of place
+    apply(optimizer, steps, w, slots, grad, dtype, w_out, slots_out, ranges=None) -> bool
+        one optimizer step of a partition, or of ranges of it, out of place
     apply_mean(optimizer, steps, w, slots, parts, divisor, w_out, slots_out) -> bool
         the same with the weighted mean of float32 gradients
     exceeds_cache(optimizer, elements) -> bool
         whether nontemporal stores pay off for updates of this size
-    mean(parts, divisor, out, start=0)       weighted sum of gradients in the given order, divided
+    mean(parts, divisor, out, touched=None)  weighted sum of gradients in the given order, divided
     all_finite(a, dtype=None) -> bool        no NaN, no infinity
     norm2(a, dtype=None) -> float            2-norm, summed in float64
     FTRL_RATE_MIN                            up to this learning rate ftrl makes no step, and reads no gradient

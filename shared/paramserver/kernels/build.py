@@ -94,16 +94,22 @@ def _wrappers(loops: list[Any]) -> list[Any]:
 
     def step(  # type: ignore[no-untyped-def]
         kind, h, n_h, spans, n_spans, table, n_rows, w, n_w, s0, n0, s1, n1, s2, n2, raw, n_raw, code,
-        parts, n_parts, weights, n_weights, out, n_out, o0, m0, o1, m1, o2, m2, nontemporal,
+        parts, n_parts, weights, n_weights, ranges, n_ranges, out, n_out, o0, m0, o1, m1, o2, m2, nontemporal,
     ):  # fmt: skip
         return c_step(
             kind, array(h, n_h), array(spans, (n_spans, 3)), array(table, (n_rows, columns)), array(w, n_w),
             array(s0, n0), array(s1, n1), array(s2, n2), array(raw, n_raw), code, array(parts, n_parts),
-            array(weights, n_weights), array(out, n_out), array(o0, m0), array(o1, m1), array(o2, m2), nontemporal,
+            array(weights, n_weights), array(ranges, (n_ranges, 2)),
+            array(out, n_out), array(o0, m0), array(o1, m1), array(o2, m2), nontemporal,
         )  # fmt: skip
 
-    def add(first, out, n, raw, n_raw, code, start, weight):  # type: ignore[no-untyped-def]
-        c_add(first, array(out, n), array(raw, n_raw), code, start, weight)
+    def add(  # type: ignore[no-untyped-def]
+        first, out, n, touched, n_touched, raw, n_raw, code, start, weight, ranges, n_ranges
+    ):
+        c_add(
+            first, array(out, n), array(touched, (n_touched, 2)), array(raw, n_raw), code, start, weight,
+            array(ranges, (n_ranges, 2)),
+        )  # fmt: skip
 
     def finite(raw, n_raw, code):  # type: ignore[no-untyped-def]
         return c_finite(array(raw, n_raw), code)

@@ -9,8 +9,10 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
+from paramserver.core import ranges as range_arrays
 from paramserver.core.optimizer import SegmentStep, adam_corrections, slot_count
 from paramserver.core.optimizer_spec import OptimizerSpec
+from paramserver.core.ranges import RangeArray
 from paramserver.kernels import codes, prebuilt
 from paramserver.types import F32, ITEMSIZE, AnyArray
 
@@ -47,7 +49,7 @@ _KINDS = {
 _NO_SLOT = np.empty(0, np.float32)
 _NO_PARTS = np.empty(0, np.int64)
 _NO_WEIGHTS = np.ones(1)
-_MEAN_BLOCK = 1 << 16
+_MEAN_BLOCK: Final = 1 << 16
 """Elements of the running sum that `mean` keeps in the second-level cache while it adds up the parts."""
 CACHE_BYTES: Final = 48 << 20
 """From this many bytes of values, gradient and state, read and written, nontemporal stores pay off.  Measured with SGD
@@ -193,6 +195,19 @@ _tables_of_few = lru_cache(maxsize=256)(_tables)
 """Successive pushes often have the same segments, and for small ones building this takes longer than the step."""
 
 
+@lru_cache(maxsize=256)
+def _whole(size: int) -> RangeArray:
+    """Return the one range of a gradient that is not limited to some."""
+    return np.array(((0, size),), np.int64)
+
+
+def _check_ranges(ranges: RangeArray, size: int) -> int:
+    """Return their number of elements.  Raises ValueError if they are not sorted, disjoint and within the partition."""
+    if not len(ranges) or range_arrays.first_wrong(ranges) is not None or ranges[-1, 1] > size:
+        raise ValueError(f"{len(ranges)} ranges that are not sorted, disjoint and within {size} elements")
+    return range_arrays.elements(ranges)
+
+
 def exceeds_cache(optimizer: OptimizerSpec, elements: int) -> bool:
     """Whether an update of `elements` elements in total touches more memory than the caches hold."""
     return ITEMSIZE["float32"] * (3 + 2 * slot_count(optimizer)) * elements >= CACHE_BYTES
@@ -208,23 +223,28 @@ def apply(
     w_out: F32,
     slots_out: Sequence[F32],
     *,
+    ranges: RangeArray | None = None,
     nontemporal: bool = False,
 ) -> bool:
-    """Write one optimizer step of a whole partition to `w_out` and `slots_out`; return whether all of it is finite.
+    """Write one optimizer step of a partition to `w_out` and `slots_out`; return whether all of it is finite.
 
     `steps` are sorted and disjoint; elements in none of them, or in an inactive one, are copied, and their gradient is
     not read.  `w`, `grad`, `w_out` and every slot have the partition's length; `slots` and `slots_out` hold
     `slot_count(optimizer)` arrays in the order of `slot_names(optimizer)`.  `w_out` may be `grad` itself; the inputs
-    are not modified otherwise.  `nontemporal`: bypass the caches when writing (see `exceeds_cache`); the bits are the
-    same.
+    are not modified otherwise.  With `ranges`, the step is one of their elements alone, which `grad`, in no codec,
+    holds end to end.  `nontemporal`: bypass the caches when writing (see `exceeds_cache`); the bits are the same.
 
     Returns False if the gradient read, or any value or slot computed, is NaN or infinite in float32; the outputs are
     then garbage.  Raises ValueError if arrays or steps do not fit.
     """
     code = _code(grad, dtype)
-    _check_length(grad, code, w.size)
-    gradient = grad.view(_U8), code
-    return _step(optimizer, steps, w, slots, gradient, _NO_PARTS, _NO_WEIGHTS, w_out, slots_out, nontemporal)
+    if ranges is None:
+        _check_length(grad, code, w.size)
+        ranges = _whole(w.size)
+    elif grad.size != _check_ranges(ranges, w.size) or code >= codes.INT8_CODE:
+        raise ValueError(f"the ranges do not have the elements of a gradient of {grad.nbytes} bytes")
+    gradient = grad.view(_U8), code, _NO_PARTS, _NO_WEIGHTS, ranges
+    return _step(optimizer, steps, w, slots, gradient, w_out, slots_out, nontemporal)
 
 
 def apply_mean(
@@ -249,7 +269,8 @@ def apply_mean(
         _check_length(grad, _code(grad, "float32"), w.size)
     addresses = np.array([grad.__array_interface__["data"][0] for grad, _ in parts], np.int64)
     weights = np.array([*[weight for _, weight in parts], divisor], np.float64)
-    return _step(optimizer, steps, w, slots, _MEAN, addresses, weights, w_out, slots_out, nontemporal)
+    gradient = *_MEAN, addresses, weights, _whole(w.size)
+    return _step(optimizer, steps, w, slots, gradient, w_out, slots_out, nontemporal)
 
 
 def _step(
@@ -257,9 +278,7 @@ def _step(
     steps: Sequence[SegmentStep],
     w: F32,
     slots: Sequence[F32],
-    gradient: tuple[AnyArray, int],
-    parts: npt.NDArray[np.int64],
-    weights: npt.NDArray[np.float64],
+    gradient: tuple[AnyArray, int, npt.NDArray[np.int64], npt.NDArray[np.float64], RangeArray],
     w_out: F32,
     slots_out: Sequence[F32],
     nontemporal: bool,
@@ -275,36 +294,51 @@ def _step(
     rest = (_NO_SLOT,) * (3 - count)
     ok = loops.step(
         _KINDS[optimizer.name], constants, spans, table, w, *slots, *rest,
-        *gradient, parts, weights, w_out, *slots_out, *rest, nontemporal,
+        *gradient, w_out, *slots_out, *rest, nontemporal,
     )  # fmt: skip
     return bool(ok)
 
 
-def mean(parts: Sequence[tuple[AnyArray, str, float]], divisor: float, out: F32, start: int = 0) -> None:
+def mean(
+    parts: Sequence[tuple[AnyArray, str, float, RangeArray | None]],
+    divisor: float,
+    out: F32,
+    touched: RangeArray | None = None,
+) -> None:
     """out = (sum of weight * gradient over the parts, in their order, in float32) / divisor.
 
-    Each part is (gradient, dtype, weight); apart from the parts and the divisor, the result's bits depend only on the
-    parts' order.  Encoded parts hold a whole partition, of which `out` is the range that begins at `start`; the others
-    are as long as `out`.  Raises ValueError if there are no parts, the divisor is not positive, or a length does not
-    fit.
+    Each part is (gradient, dtype, weight, ranges), and holds the elements of its ranges end to end; None: the whole
+    partition.  If all parts have ranges, `out` holds their `ranges.union`, `touched`, end to end; else the partition.
+    Apart from the parts and the divisor, the result's bits depend only on the parts' order.  Raises ValueError if there
+    are no parts, the divisor is not positive, or a length does not fit.
     """
     if not parts or not divisor > 0.0:
         raise ValueError("a mean needs at least one part and a positive divisor")
-    pieces: list[tuple[AnyArray, int, int, float]] = []
-    for grad, dtype, weight in parts:
+    size = out.size if touched is None else int(touched[-1, 1])
+    held = _whole(size) if touched is None else touched
+    if range_arrays.elements(held) != out.size:
+        raise ValueError(f"lengths differ: {range_arrays.elements(held)} elements do not go into {out.size}")
+    pieces: list[tuple[AnyArray, int, float, RangeArray | None]] = []
+    for grad, dtype, weight, ranges in parts:
         code = _code(grad, dtype)
-        if code < codes.INT8_CODE:
-            _check_length(grad, code, out.size)
-        elif code == codes.INT8_CODE and (elements := _elements(grad, code)) < start + out.size:
-            raise ValueError(f"a gradient of {elements} elements has none at [{start}, {start + out.size})")
-        pieces.append((grad.view(_U8), code, start if code >= codes.INT8_CODE else 0, weight))
-    divide = np.float32(divisor)
-    for at in range(0, out.size, _MEAN_BLOCK):
-        block = out[at : at + _MEAN_BLOCK]
-        for i, (raw, code, offset, weight) in enumerate(pieces):
-            loops.add(i == 0, block, raw, code, at + offset, weight)
-        if divide != 1.0:
-            np.divide(block, divide, out=block)
+        if ranges is None and touched is None:
+            _check_length(grad, code, size)
+        elif ranges is None or code >= codes.INT8_CODE or grad.size != _check_ranges(ranges, size):
+            raise ValueError(f"the ranges do not have the elements of a gradient of {grad.nbytes} bytes")
+        elif (held[held[:, 1].searchsorted(ranges[:, 1]), 0] > ranges[:, 0]).any():
+            raise ValueError("ranges of a part are not all within those touched")
+        pieces.append((grad.view(_U8), code, weight, ranges))
+    if all([ranges is None for *_, ranges in pieces]):
+        for at in range(0, size, _MEAN_BLOCK):
+            block = np.array(((at, min(at + _MEAN_BLOCK, size)),), np.int64)
+            for i, (raw, code, weight, _) in enumerate(pieces):
+                loops.add(i == 0, out, held, raw, code, at, weight, block)
+    else:
+        out.fill(-0.0)  # which, unlike 0.0, changes nothing that is added to it: not the sign of a zero either
+        for raw, code, weight, ranges in pieces:
+            loops.add(False, out, held, raw, code, 0, weight, held if ranges is None else ranges)
+    if np.float32(divisor) != 1.0:
+        np.divide(out, np.float32(divisor), out=out)
 
 
 def all_finite(a: AnyArray, dtype: str | None = None) -> bool:

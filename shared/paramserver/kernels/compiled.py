@@ -27,6 +27,7 @@ from paramserver.types import INF_BITS
 _in32 = types.Array(types.float32, 1, "C", readonly=True, aligned=False)
 OUT = _out32 = types.Array(types.float32, 1, "C", aligned=False)
 _spans = types.Array(types.int64, 2, "C")
+_ranges = types.Array(types.int64, 2, "C", readonly=True, aligned=False)
 _table = types.Array(types.float64, 2, "C")
 _numbers = types.Array(types.float64, 1, "C")
 _addresses = types.Array(types.int64, 1, "C")
@@ -271,14 +272,15 @@ def _copy(w: Any, s0: Any, s1: Any, s2: Any, out: Any, o0: Any, o1: Any, o2: Any
 @jit_entry_point
 def step(
     kind: int, h: Any, spans: Any, table: Any, w: Any, s0: Any, s1: Any, s2: Any,
-    raw: Any, code: int, parts: Any, weights: Any,
+    raw: Any, code: int, parts: Any, weights: Any, ranges: Any,
     out: Any, o0: Any, o1: Any, o2: Any, nontemporal: Any,
 ) -> Any:  # fmt: skip
     """Make one optimizer step of a partition; return whether the gradient read and every result is finite.
 
-    Each row of `spans` is (start, stop, row of `table`), sorted and disjoint; all other elements are copied.
-    `nontemporal`: use nontemporal stores for blocks that start on a cache line.  The gradient is `raw` and `code` (see
-    `loads`), or with `MEAN_CODE` the mean of `parts` with `weights` (see `load_mean`).
+    Each row of `spans` is (start, stop, row of `table`), and each of `ranges` (start, stop), both sorted and disjoint.
+    Elements that are not in both are copied.  The gradient holds the elements of the ranges end to end: it is `raw` and
+    `code` (see `loads`), or with `MEAN_CODE` the mean of `parts` with `weights` (see `load_mean`).  `nontemporal`: use
+    nontemporal stores for blocks that start on a cache line.
     """
     f = np.float32
     h0, h1, h2, h3, h4 = f(h[0]), f(h[1]), f(h[2]), f(h[3]), f(h[4])
@@ -288,12 +290,20 @@ def step(
     out_of_place = out.ctypes.data != raw.ctypes.data  # in-place loops are not vectorized
     nontemporal = nontemporal and _line_aligned(out) and _line_aligned(o0) and _line_aligned(o1) and _line_aligned(o2)
     lanes = LINE_BYTES // 4
-    at = 0
-    for k in range(spans.shape[0]):
-        start, stop = spans[k, 0], spans[k, 1]
+    at = k = j = before = 0
+    while k < spans.shape[0] and j < ranges.shape[0]:
+        start, stop = max(spans[k, 0], ranges[j, 0]), min(spans[k, 1], ranges[j, 1])
+        shift = before - ranges[j, 0]  # from a place in the partition to that in the gradient
+        r = spans[k, 2]
+        if spans[k, 1] <= ranges[j, 1]:
+            k += 1
+        else:
+            before += ranges[j, 1] - ranges[j, 0]
+            j += 1
+        if start >= stop:
+            continue
         _copy(w, s0, s1, s2, out, o0, o1, o2, at, start)
         at = stop
-        r = spans[k, 2]
         scale, clip, decay = f(table[r, codes.SCALE]), f(table[r, codes.CLIP]), f(table[r, codes.DECAY])
         a, b, c = f(table[r, codes.A]), f(table[r, codes.B]), f(table[r, codes.C])
         ready = out_of_place and code == codes.F32_CODE and scale == f(1.0) and clip == f(np.inf) and decay == f(0.0)
@@ -303,13 +313,13 @@ def step(
             b0, b1, b2 = subarray(s0, start, n, s0), subarray(s1, start, n, s1), subarray(s2, start, n, s2)
             p0, p1, p2 = subarray(o0, start, n, o0), subarray(o1, start, n, o1), subarray(o2, start, n, o2)
             if ready:
-                g = float32_at(raw.ctypes.data, start, n)
+                g = float32_at(raw.ctypes.data, start + shift, n)
             else:
                 block = subarray(scratch, 0, n, out)
                 if code == codes.MEAN_CODE:
-                    worst = max(worst, load_mean(parts, weights, start, block))
+                    worst = max(worst, load_mean(parts, weights, start + shift, block))
                 else:
-                    worst = max(worst, load(raw, code, start, block))
+                    worst = max(worst, load(raw, code, start + shift, block))
                 _prepare(block, wb, scale, clip, decay)
                 g = subarray(scratch, 0, n, w)
             if nontemporal and start % lanes == 0:
@@ -326,14 +336,12 @@ def step(
     return worst < INF_BITS
 
 
-@jit_entry_point
-def add(first: Any, out: Any, raw: Any, code: int, start: int, weight: float) -> None:
-    """out (+)= weight * gradient[start : start + out.size] in float32; `first` assigns instead of adding."""
-    factor = np.float32(weight)
+@jit_internal
+def _add(first: Any, out: Any, raw: Any, code: int, start: int, factor: Any, scratch: Any) -> None:
+    """out (+)= factor * gradient[start : start + out.size] in float32; `first` assigns instead of adding."""
     if code == codes.F32_CODE:
         add_to(first, float32_at(raw.ctypes.data, start, out.size), factor, out)
         return
-    scratch = np.empty(codes.BLOCK, np.float32)
     at = 0
     while at < out.size:
         end = min(at + codes.BLOCK, out.size)
@@ -341,6 +349,25 @@ def add(first: Any, out: Any, raw: Any, code: int, start: int, weight: float) ->
         load(raw, code, start + at, g)
         add_to(first, g, factor, out[at:end])
         at = end
+
+
+@jit_entry_point
+def add(first: Any, out: Any, touched: Any, raw: Any, code: int, start: int, weight: float, ranges: Any) -> None:
+    """Add weight * the gradient's elements from `start` on, which are those of `ranges` end to end, in float32.
+
+    `out` holds the elements of `touched` end to end; each of `ranges` lies within one of these.  `first` assigns
+    instead of adding.
+    """
+    scratch = np.empty(codes.BLOCK, np.float32)
+    k = before = 0
+    for j in range(ranges.shape[0]):
+        n = ranges[j, 1] - ranges[j, 0]
+        while touched[k, 1] < ranges[j, 1]:
+            before += touched[k, 1] - touched[k, 0]
+            k += 1
+        place = before + ranges[j, 0] - touched[k, 0]
+        _add(first, subarray(out, place, n, out), raw, code, start, np.float32(weight), scratch)
+        start += n
 
 
 @jit_internal
@@ -412,8 +439,8 @@ def squares(raw: Any, code: int, size: int) -> float:
 _grad = (types.Array(types.uint8, 1, "C", readonly=True), types.int64)
 SIGNATURES = (
     (step, (types.int64, _numbers, _spans, _table, _in32, _in32, _in32, _in32, *_grad,
-            _addresses, _numbers, _out32, _out32, _out32, _out32, types.boolean)),
-    (add, (types.boolean, _out32, *_grad, types.int64, types.float64)),
+            _addresses, _numbers, _ranges, _out32, _out32, _out32, _out32, types.boolean)),
+    (add, (types.boolean, _out32, _ranges, *_grad, types.int64, types.float64, _ranges)),
     (finite, _grad),
     (squares, (*_grad, types.int64)),
 )  # fmt: skip

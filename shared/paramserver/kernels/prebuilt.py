@@ -29,8 +29,8 @@ _I, _D, _B = ctypes.c_int64, ctypes.c_double, ctypes.c_bool
 _A = (ctypes.c_void_p, _I)
 _GRAD = (*_A, _I)
 ENTRIES: Final[dict[str, tuple[Any, tuple[Any, ...]]]] = {
-    "step": (_B, (_I, *_A * 3, *_A * 4, *_GRAD, *_A * 2, *_A * 4, _B)),
-    "add": (None, (_B, *_A, *_GRAD, _I, _D)),
+    "step": (_B, (_I, *_A * 3, *_A * 4, *_GRAD, *_A * 3, *_A * 4, _B)),
+    "add": (None, (_B, *_A * 2, *_GRAD, _I, _D, *_A)),
     "finite": (_B, _GRAD),
     "squares": (_D, (*_GRAD, _I)),
     "write_rows": (_I, (_I, *_A, _I, _I, *_A)),

@@ -22,6 +22,7 @@ from paramserver.core.commit import Commit, Contribution
 from paramserver.core.layout import Layout, Range
 from paramserver.core.optimizer import initial_slots, slot_names
 from paramserver.core.partition_state import Capture, LoadedState, PartitionState
+from paramserver.core.ranges import RangeArray, elements, of_pairs, union
 from paramserver.core.settings import model_settings_document
 from paramserver.core.shard import initial
 from paramserver.core.shard.core import ShardCore
@@ -152,18 +153,23 @@ def perform(task: Task) -> TaskResult:
         part, at = task.part, 0
         values[:] = state.values
         data = to_f32(part.data, part.dtype)
-        for start, stop in part.ranges or ((0, values.size),):
+        for start, stop in ((0, values.size),) if part.ranges is None else part.ranges.tolist():
             values[start:stop] = data[at : at + stop - start]
             at += stop - start
         slots = state.slots if part.slots is None else part.slots
         steps = state.steps if part.steps is None else part.steps
         return TaskResult(PartitionState(values, slots, steps) if kernels.all_finite(values) else None)
-    gradient, dtype = task.direct or (np.zeros_like(values), "float32")
-    for piece in task.pieces:
-        kernels.mean(piece.parts, task.divisor, gradient[piece.start : piece.stop], piece.start)
+    gradient, dtype, ranges = *(task.direct or (np.zeros_like(values), "float32")), task.ranges
+    if task.direct is None:
+        several = [own for *_, own in task.parts if own is not None]
+        if len(several) == len(task.parts):
+            ranges = union(several)
+            gradient = np.zeros(elements(ranges), np.float32)
+        kernels.mean(task.parts, task.divisor, gradient, ranges)
     new = tuple(np.empty_like(s) for s in state.slots)
     crc = slice_crc(dtype, ((0, values.size),), gradient) if task.needs_check else None
-    if not kernels.apply(task.optimizer, task.steps, state.values, state.slots, gradient, dtype, values, new):
+    step = task.optimizer, task.steps, state.values, state.slots
+    if not kernels.apply(*step, gradient, dtype, values, new, ranges=ranges):
         return TaskResult(None, bad_gradient=task.needs_check and not kernels.all_finite(gradient, dtype))
     return TaskResult(PartitionState(values, new, task.counts), crc)
 
@@ -173,18 +179,19 @@ def push_part(
     data: AnyArray,
     size: int,
     *,
-    ranges: tuple[Range, ...] | None = None,
+    ranges: tuple[Range, ...] | RangeArray | None = None,
     base: tuple[int, int] | None = None,
     dtype: DType = "float32",
 ) -> PushPart:
     """Return a part as the service makes it; whole parts of even partitions are unchecked, without a CRC."""
-    part = PushPart(partition, data, dtype, None, True, ranges, base)
+    part = PushPart(partition, data, dtype, None, True, None if ranges is None else of_pairs(ranges), base)
     return checked_part(part, size) if ranges is not None or partition % 2 == 1 else part
 
 
 def checked_part(part: PushPart, size: int | None = None) -> PushPart:
     """Return the part with `crc` and `finite` set, as the service does; `size` is its partition's, in elements."""
-    crc = slice_crc(part.dtype, part.ranges or ((0, part.data.size if size is None else size),), part.data)
+    ranges = ((0, part.data.size if size is None else size),) if part.ranges is None else part.ranges
+    crc = slice_crc(part.dtype, ranges, part.data)
     return replace(part, crc=crc, finite=bool(kernels.all_finite(part.data, part.dtype)))
 
 

@@ -24,8 +24,9 @@ from msgspec import Meta
 
 from paramserver import limits
 from paramserver.codecs.codec import Codec
+from paramserver.core import ranges as range_arrays
 from paramserver.core.fields import MODEL_NAME
-from paramserver.core.layout import Range
+from paramserver.core.ranges import RangeArray
 from paramserver.errors import problem
 from paramserver.types import ITEMSIZE, AnyArray, PushId
 from paramserver.wire.bounded import Buffer
@@ -35,6 +36,8 @@ MAGIC: Final = b"PS"
 FORMAT: Final = 1
 PREFIX_BYTES: Final = 8
 ALIGN: Final = 64
+RANGE_BYTES: Final = 16
+"""A range is two little-endian 64-bit numbers."""
 
 Count: TypeAlias = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
 Number: TypeAlias = Annotated[float, Meta(gt=-1e38, lt=1e38)]
@@ -42,8 +45,7 @@ ModelName: TypeAlias = Annotated[str, Meta(pattern=rf"\A(?:{MODEL_NAME.pattern})
 FILE_NAME: Final = re.compile(r"[A-Za-z0-9]{1,64}")
 """Names of the files that a shard lends."""
 FileName: TypeAlias = Annotated[str, Meta(pattern=rf"\A(?:{FILE_NAME.pattern})\Z")]
-Ranges: TypeAlias = Annotated[Sequence[tuple[Count, Count]], Meta(max_length=limits.RANGES_PER_PUSH_MAX)]
-PullPart: TypeAlias = tuple[Count, Ranges | None]
+PullPart: TypeAlias = tuple[Count, RangeArray | None]
 """(partition, ranges relative to it; None: the whole partition)."""
 PullParts: TypeAlias = Annotated[Sequence[PullPart], Meta(max_length=limits.PARTITIONS_MAX)]
 Leases: TypeAlias = Annotated[Sequence[Count], Meta(max_length=limits.FRAME_HEADER_BYTES_MAX)]
@@ -78,9 +80,11 @@ def chunks(prefix: bytes, body: Iterable[AnyArray]) -> Iterator[bytes]:
 
 
 def _plain(value: Any) -> Any:
-    """Convert a NumPy scalar to a Python number."""
+    """Convert a NumPy scalar to a Python number, and ranges to little-endian bytes."""
     if isinstance(value, np.generic):
         return value.item()
+    if isinstance(value, np.ndarray):
+        return value.tobytes()
     raise problem("malformed", f"a {type(value).__name__} cannot be sent in a frame", hint="use numbers and text")
 
 
@@ -120,12 +124,22 @@ def decode_header(buf: Buffer, of: type[H]) -> tuple[H, int]:
     return header, offset
 
 
+def _read_ranges(_kind: type, raw: object) -> RangeArray:
+    """Return the ranges of a header, which may also be a list of pairs; `_check_parts` checks what they are."""
+    if isinstance(raw, bytes) and len(raw) % RANGE_BYTES == 0:
+        return np.frombuffer(raw, np.int64).reshape(-1, 2)
+    try:
+        return range_arrays.of_pairs(raw)
+    except (TypeError, ValueError, OverflowError):
+        raise ValueError(f"ranges are pairs of integers, or {RANGE_BYTES} bytes each") from None
+
+
 @cache
 def _decoder(of: type[H]) -> msgspec.msgpack.Decoder[H]:
-    return msgspec.msgpack.Decoder(of)
+    return msgspec.msgpack.Decoder(of, dec_hook=_read_ranges)
 
 
-def _check_parts(parts: Iterable[tuple[int, Sequence[Range] | None]]) -> None:
+def _check_parts(parts: Iterable[tuple[int, RangeArray | None]]) -> None:
     """Check that each partition comes once, with sorted, disjoint ranges that are not empty."""
     seen: set[int] = set()
     total = 0
@@ -135,13 +149,13 @@ def _check_parts(parts: Iterable[tuple[int, Sequence[Range] | None]]) -> None:
         seen.add(partition)
         if ranges is None:
             continue
-        at, total = 0, total + len(ranges)
-        for start, stop in ranges or [(0, 0)]:
-            if not at <= start < stop:
-                raise problem("invalid_range", f"ranges are sorted, disjoint [start, stop) pairs, not {ranges!r:.60}")
-            at = stop
-    if total > limits.RANGES_PER_PUSH_MAX:
-        raise problem("too_large", f"the frame names {total} ranges; at most {limits.RANGES_PER_PUSH_MAX} are allowed")
+        total += len(ranges)
+        if not len(ranges) or range_arrays.first_wrong(ranges) is not None:
+            shown = f"{ranges[:3].tolist()!r:.60}"
+            raise problem("invalid_range", f"ranges are sorted, disjoint [start, stop) pairs, not {shown}")
+    if total > limits.RANGES_PER_REQUEST_MAX:
+        detail = f"the frame names {total} ranges; at most {limits.RANGES_PER_REQUEST_MAX} are allowed"
+        raise problem("too_large", detail)
 
 
 def _check_dtype(dtype: str) -> None:
@@ -155,7 +169,7 @@ class PushPart(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fiel
     partition: Count
     base: tuple[Count, Count] | None
     """(version, incarnation) the gradient was computed from."""
-    ranges: Ranges | None
+    ranges: RangeArray | None
     """Relative to the partition; None: the whole partition."""
 
 

@@ -15,6 +15,7 @@ from paramserver import limits
 from paramserver.core.optimizer import slot_names
 from paramserver.core.optimizer_spec import OptimizerSpec
 from paramserver.core.partition_state import PartitionState
+from paramserver.core.ranges import RangeArray
 from paramserver.errors import problem
 from paramserver.types import ITEMSIZE, AnyArray, DType
 from paramserver.wire.frame import Count, Header, ModelName
@@ -76,7 +77,7 @@ class SetPart(msgspec.Struct, frozen=True):
     partition: Count
     count: Count
     """Elements assigned: of all ranges together, or of the whole partition."""
-    ranges: tuple[tuple[Count, Count], ...] | None = None
+    ranges: RangeArray | None = None
     """Relative to the partition; None: the whole partition."""
     dtype: DType = "float32"
     size: Count = 0

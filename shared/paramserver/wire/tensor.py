@@ -3,9 +3,8 @@
 NumPy lacks bfloat16, so such an array is uint16 bits together with its dtype name.
 """
 
-import struct
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from itertools import chain
 from math import prod
@@ -15,6 +14,8 @@ import numpy as np
 from zlib_ng import zlib_ng
 
 from paramserver import limits
+from paramserver.core.layout import Range
+from paramserver.core.ranges import RangeArray
 from paramserver.errors import PsError, problem
 from paramserver.types import F32, ITEMSIZE, AnyArray
 
@@ -29,7 +30,6 @@ NUMPY_DTYPE: Final[dict[str, np.dtype[Any]]] = {
 HANDED_OUT: Final = NUMPY_DTYPE | {"bfloat16": np.dtype("<f4")}
 """The same in pulls and files, where bfloat16 is widened, which is exact."""
 
-_RANGE: Final = struct.Struct("<QQ")
 _BLOCK: Final = 1 << 13
 """Elements rounded at a time, few enough to stay in the cache."""
 _SHORT_MAX: Final = 1 << 16
@@ -91,14 +91,14 @@ def from_f32(a: F32, dtype: str) -> AnyArray:
         return a.astype(NUMPY_DTYPE[dtype], copy=False)
 
 
-def slice_crc(dtype: str, ranges: Iterable[tuple[int, int]], data: AnyArray | memoryview | bytes) -> int:
+def slice_crc(dtype: str, ranges: RangeArray | tuple[Range], data: AnyArray | memoryview | bytes) -> int:
     """Return the CRC-32 (zlib's) of a partition's slice: dtype name, ranges as little-endian u64 pairs, elements."""
-    spans = tuple(ranges)
-    return crc_after(_known_head_crc(dtype, spans) if len(spans) == 1 else _head_crc(dtype, spans), data)
+    head = _known_head_crc(dtype, ranges) if isinstance(ranges, tuple) else _head_crc(dtype, ranges)
+    return crc_after(head, data)
 
 
-def _head_crc(dtype: str, ranges: tuple[tuple[int, int], ...]) -> int:
-    return int(zlib_ng.crc32(dtype.encode() + b"".join([_RANGE.pack(*r) for r in ranges])))
+def _head_crc(dtype: str, ranges: RangeArray | tuple[Range]) -> int:
+    return int(zlib_ng.crc32(dtype.encode() + np.asarray(ranges, np.int64).tobytes()))
 
 
 _known_head_crc: Final = lru_cache(1024)(_head_crc)

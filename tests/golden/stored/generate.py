@@ -17,6 +17,7 @@ import numpy as np
 from tests.servers import running_redis
 
 from paramserver.core.partition_state import Capture, HeldPart, PartitionState
+from paramserver.core.ranges import of_pairs
 from paramserver.core.shard.journal import JournalEntry
 from paramserver.core.shard.window import PushMemory
 from paramserver.types import ModelKey, PartitionKey, PushId, make_token
@@ -45,7 +46,9 @@ def capture(version: int) -> Capture:
     memory.record(None, "an-idempotency-key", 99, version)
     values = (np.arange(12, dtype=np.float32) + version).astype(np.float32)
     state = PartitionState(values, (values * 0.5, values * 0.25), (version, version - 1))
-    held = HeldPart("run/w0", 2, -1, 0, (version, TOKEN), 0.5, ((2, 5),), np.arange(3, dtype=np.float16), "float16")
+    held = HeldPart(
+        "run/w0", 2, -1, 0, (version, TOKEN), 0.5, of_pairs([(2, 5)]), np.arange(3, dtype=np.float16), "float16"
+    )
     staged = HeldPart("run/w1", 1, version, 8, None, 1.0, None, np.arange(12, dtype=np.uint16), "bfloat16")
     exported = memory.export() | {"slots": ["m", "v"]}
     return Capture(KEY, TOKEN, version, 0, state, exported, (held,), version + 1, (staged,), SETTINGS)

@@ -6,8 +6,10 @@ from math import isfinite
 import numpy as np
 
 from paramserver import limits
+from paramserver.core import ranges as range_arrays
 from paramserver.core.fields import INTEGER_MAX, NUMBER_MAX
-from paramserver.core.layout import Layout, Range
+from paramserver.core.layout import Layout
+from paramserver.core.ranges import RangeArray
 from paramserver.core.shard.events import AssignPart, PushPart, PushReceived, SetReceived, WorkerAnswered
 from paramserver.core.shard.served_model import ServedModel
 from paramserver.core.shard.window import fenced
@@ -118,18 +120,20 @@ def not_finite(partition: int) -> PsError:
     return problem("non_finite", f"partition {partition} holds NaN or infinity", hint="nothing was changed")
 
 
-def _elements(ranges: tuple[Range, ...], size: int, partition: int) -> int:
-    if not ranges or len(ranges) > limits.RANGES_PER_PUSH_MAX:
-        raise problem("invalid_range", f"partition {partition}: 1 to {limits.RANGES_PER_PUSH_MAX} ranges are allowed")
-    at = 0
-    for start, stop in ranges:
-        if not at <= start < stop <= size:
-            raise problem(
-                "invalid_range",
-                f"partition {partition}: [{start}, {stop}) is empty, overlaps, is out of order or beyond {size}",
-            )
-        at = stop
-    return sum(stop - start for start, stop in ranges)
+def _elements(ranges: RangeArray, size: int, partition: int) -> int:
+    if not 0 < len(ranges) <= limits.RANGES_PER_REQUEST_MAX:
+        detail = f"partition {partition}: 1 to {limits.RANGES_PER_REQUEST_MAX} ranges are allowed, not {len(ranges)}"
+        raise problem("invalid_range", detail)
+    wrong = range_arrays.first_wrong(ranges)
+    if wrong is None and ranges[-1, 1] > size:
+        wrong = -1
+    if wrong is not None:
+        start, stop = ranges[wrong]
+        raise problem(
+            "invalid_range",
+            f"partition {partition}: [{start}, {stop}) is empty, overlaps, is out of order or beyond {size}",
+        )
+    return range_arrays.elements(ranges)
 
 
 def clip_factor(event: PushReceived, spec: ModelSpec) -> float:

@@ -8,6 +8,7 @@ from paramserver.core.layout import Layout
 from paramserver.core.optimizer import SegmentStep
 from paramserver.core.optimizer_spec import OptimizerSpec
 from paramserver.core.partition_state import Capture, PartitionState
+from paramserver.core.ranges import RangeArray
 from paramserver.core.shard.events import AssignPart, Request, Source
 from paramserver.core.shard.journal import JournalEntry
 from paramserver.core.spec import ModelSpec
@@ -32,20 +33,16 @@ class LoadPartition(Struct, frozen=True):
     """Whether a restore has given the model its first values, which the spec does not tell."""
 
 
-class Piece(Struct, frozen=True):
-    """A range of a partition, and the gradients whose weighted sum applies to it."""
-
-    start: int
-    stop: int
-    parts: tuple[tuple[AnyArray, Coding, float], ...]
-    """(elements of [start, stop), dtype, weight), summed in this order; encoded data is that of the whole partition."""
+GradientPart: TypeAlias = tuple[AnyArray, Coding, float, RangeArray | None]
+"""A summand of a mean: (data, dtype, weight, ranges), of which the last is as in `PushPart`."""
 
 
 class UpdateTask(Struct, frozen=True):
     """One optimizer step of one partition.
 
-    On each piece, the gradient is the weighted sum of its parts divided by `divisor` (`kernels.mean`); elements outside
-    all pieces are covered by inactive steps.  If `direct` is given, it is the whole gradient, used unchanged.
+    If `direct` is given, it is the gradient, used unchanged: that of `ranges`, or of the whole partition.  Else the
+    gradient is the weighted sum of `parts`, in their order, over `divisor` (`kernels.mean`).  Elements of which there
+    is no gradient stay as they are.
     """
 
     key: PartitionKey
@@ -53,11 +50,13 @@ class UpdateTask(Struct, frozen=True):
     """The state before the step."""
     optimizer: OptimizerSpec
     steps: tuple[SegmentStep, ...]
-    """Steps that cover the partition in order, for `kernels.apply`."""
+    """Steps that cover the partition in order, one for each segment, for `kernels.apply`."""
     counts: tuple[int, ...]
     """`PartitionState.steps` of the result."""
     direct: tuple[AnyArray, Coding] | None
-    pieces: tuple[Piece, ...] = ()
+    ranges: RangeArray | None = None
+    """Those of `direct`; None: the whole partition."""
+    parts: tuple[GradientPart, ...] = ()
     divisor: float = 1.0
     reuse_direct: bool = False
     """`direct` is not needed once this task is done: its memory may be reused for another task's result."""

@@ -11,8 +11,9 @@ from typing import Any, Self, TypeAlias
 from msgspec import Struct, field
 
 from paramserver.core.commit import Commit
-from paramserver.core.layout import Layout, Range
+from paramserver.core.layout import Layout
 from paramserver.core.partition_state import LoadedState, PartitionState
+from paramserver.core.ranges import RangeArray
 from paramserver.core.spec import ModelSpec
 from paramserver.errors import PsError
 from paramserver.types import F32, AnyArray, Coding, DType, ModelKey, PartitionKey, PushId, Token
@@ -176,7 +177,7 @@ class PushPart(Struct, frozen=True):
     """
     finite: bool
     """Whether all elements are finite; True if they are not checked yet."""
-    ranges: tuple[Range, ...] | None = None
+    ranges: RangeArray | None = None
     """Relative to the partition, sorted and disjoint; None: the whole partition."""
     base: tuple[int, int] | None = None
     """(version, incarnation) the gradient was computed from."""
@@ -228,7 +229,7 @@ class AssignPart(Struct, frozen=True):
     """1-D, of `dtype`: the ranges' elements end to end."""
     dtype: DType
     finite: bool
-    ranges: tuple[Range, ...] | None = None
+    ranges: RangeArray | None = None
     """Relative to the partition; None: the whole partition."""
     slots: tuple[F32, ...] | None = None
     """Restores: optimizer state of the whole partition; None: unchanged."""

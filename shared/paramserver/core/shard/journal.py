@@ -3,7 +3,8 @@
 Replaying an entry needs nothing but the partition's state before it: no time, no roster, no scheduler (semantics 7).
 Entries exist for models whose acknowledgement level is `journaled` or `fsynced`.
 
-Heads hold plain msgpack values.  Every head has `version`, the partition's version after the command; by kind:
+Heads hold plain msgpack values; until it is written, `ranges` is an array.  Every head has `version`, the partition's
+version after the command; by kind:
 
 - `push` (applied at once): `id` [worker, epoch, seq] or None, `key` (Idempotency-Key) or None, `crc`, `dtype`,
   `ranges` [[start, stop], ...] or None for the whole partition, `rate` (the learning rate after schedule, linear
@@ -30,7 +31,6 @@ from paramserver.types import AnyArray, PartitionKey, Token
 
 if TYPE_CHECKING:
     from paramserver.core.commit import Commit
-    from paramserver.core.layout import Range
     from paramserver.core.partition_state import HeldPart
     from paramserver.core.shard.events import AssignPart, PushPart, PushReceived
 
@@ -54,7 +54,8 @@ class JournalEntry(Struct, frozen=True):
     @property
     def nbytes(self) -> int:
         """Approximate size in bytes, as counted against bounds."""
-        return _HEAD_BYTES + 18 * len(self.head.get("ranges") or ()) + sum(a.nbytes for a in self.arrays)
+        ranges = self.head.get("ranges")
+        return _HEAD_BYTES + (0 if ranges is None else 18 * len(ranges)) + sum(a.nbytes for a in self.arrays)
 
 
 Step = tuple[float, list[float]]
@@ -81,7 +82,7 @@ def _accepted(event: "PushReceived", part: "PushPart", version: int) -> dict[str
         "key": event.key,
         "crc": part.crc,
         "dtype": part.dtype,
-        "ranges": _ranges(part.ranges),
+        "ranges": part.ranges,
     }
 
 
@@ -108,13 +109,9 @@ def set_head(part: "AssignPart", version: int, restore: bool) -> dict[str, Any]:
     """The head of an assignment."""
     steps = None if part.steps is None else list(part.steps)
     numbers = {"steps": steps, "restore": restore, "least": part.version}
-    return {"version": version, "dtype": part.dtype, "ranges": _ranges(part.ranges)} | numbers
+    return {"version": version, "dtype": part.dtype, "ranges": part.ranges} | numbers
 
 
 def drop_head(slots: Iterable[tuple[str, int, int]], version: int) -> dict[str, Any]:
     """The head of a removal of staged contributions."""
     return {"version": version, "slots": [list(s) for s in slots]}
-
-
-def _ranges(ranges: "tuple[Range, ...] | None") -> list[list[int]] | None:
-    return None if ranges is None else [list(r) for r in ranges]

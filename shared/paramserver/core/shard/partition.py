@@ -195,7 +195,7 @@ class Partition:
             return state
         z, n = state.slots
         z = z.copy()
-        for start, stop in part.ranges or ((0, self.size),):
+        for start, stop in ((0, self.size),) if part.ranges is None else part.ranges.tolist():
             z[start:stop] = ftrl_z(optimizer, state.values[start:stop], n[start:stop])
         return PartitionState(state.values, (z, n), state.steps)
 
@@ -221,7 +221,7 @@ class Partition:
         """
         self.clock, self.version = t + 1, max(self.version, t)
         listed = sorted((c.worker, c.epoch, c.clock) for c in contributions)
-        released = sum(h.data.nbytes for key in listed for h in self.staged.pop(key, ()))
+        released = sum(h.nbytes for key in listed for h in self.staged.pop(key, ()))
         newest = {(worker, epoch): clock for worker, epoch, clock in listed}
         drops = self.spec.consistency.late == "drop"
         return released + self.drop([k for k in self.staged if k[2] < newest.get(k[:2], 0) or (drops and k[2] <= t)])
@@ -240,7 +240,7 @@ class Partition:
         dropped = [h for key in keys for h in self.staged.pop(key, ())]
         for h in dropped:
             self.memory.discard(PushId(h.worker, h.epoch, h.seq))
-        return sum(h.data.nbytes for h in dropped)
+        return sum(h.nbytes for h in dropped)
 
     def drop_staged(self) -> int:
         """Drop every synchronous contribution; returns the bytes released."""
@@ -265,7 +265,7 @@ class Partition:
     @property
     def held_bytes(self) -> int:
         """Bytes of accepted gradients not yet applied."""
-        return sum(h.data.nbytes for h in self.unapplied)
+        return sum(h.nbytes for h in self.unapplied)
 
     @property
     def by_cuts(self) -> bool:

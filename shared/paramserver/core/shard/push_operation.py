@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from msgspec.structs import astuple, replace
 
 from paramserver import limits
-from paramserver.core.partition_state import HeldPart
+from paramserver.core.partition_state import HeldPart, held_bytes
 from paramserver.core.shard import admission
 from paramserver.core.shard.effects import PushDone, Task
 from paramserver.core.shard.events import PushPart, PushReceived, TaskResult, WorkerAnswered
@@ -92,7 +92,7 @@ class PushOperation(RequestOperation):
         admission.check_worker(event, mode, self.model.workers, self.answer)
         if self.level:
             admission.check_level(self.level, self.partitions[0].level, mode)
-            shard.durability.admit(self.level, sum([part.data.nbytes for part in event.parts]))
+            shard.durability.admit(self.level, sum([held_bytes(part.ranges, part.data) for part in event.parts]))
         return spec
 
     def _steps(self, scale: float) -> Sequence[Task]:
@@ -119,7 +119,7 @@ class PushOperation(RequestOperation):
                 hint = "the iteration it belongs to, from 0"
                 raise problem("invalid_field", "clock: is required in mode sync", hint=hint)
             _check_clock(self.event.clock, max([self.model.clock, *(p.clock for p in self.partitions)]))
-        nbytes = sum(part.data.nbytes for _, part in self._fresh)
+        nbytes = sum(held_bytes(part.ranges, part.data) for _, part in self._fresh)
         if shard.held_bytes + nbytes > shard.held_bytes_max:
             raise problem("queue_full", f"{shard.held_bytes} bytes of gradients wait to be applied in this shard")
 
@@ -152,7 +152,7 @@ class PushOperation(RequestOperation):
         shard.plan.changed(p, now)
         if late:
             return
-        shard.held_bytes += part.data.nbytes
+        shard.held_bytes += held.nbytes
         if sync:
             p.stage(held)
             return

@@ -10,6 +10,7 @@ from typing import Any
 from paramserver.core.commit import Contribution
 from paramserver.core.layout import Layout
 from paramserver.core.partition_state import HeldPart, LoadedState, PartitionState
+from paramserver.core.ranges import RangeArray, of_pairs
 from paramserver.core.settings import spec_from_document
 from paramserver.core.shard.effects import AssignTask, Task
 from paramserver.core.shard.events import AssignPart, TaskResult
@@ -194,5 +195,5 @@ def replay(
     return run.result()
 
 
-def _ranges(head: Mapping[str, Any]) -> tuple[tuple[int, int], ...] | None:
-    return None if head["ranges"] is None else tuple((a, b) for a, b in head["ranges"])
+def _ranges(head: Mapping[str, Any]) -> RangeArray | None:
+    return None if head["ranges"] is None else of_pairs(head["ranges"])

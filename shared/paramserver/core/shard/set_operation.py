@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from paramserver.core.optimizer import slot_names
+from paramserver.core.partition_state import held_bytes
 from paramserver.core.shard.effects import AssignTask, PushDone, Task
 from paramserver.core.shard.events import AssignPart, SetReceived, TaskResult
 from paramserver.core.shard.journal import set_head
@@ -32,7 +33,7 @@ class SetOperation(RequestOperation):
             self._check_expected()
             level = self.partitions[0].level
             if level:
-                shard.durability.admit(level, sum(part.data.nbytes for part in self.event.parts))
+                shard.durability.admit(level, sum(held_bytes(part.ranges, part.data) for part in self.event.parts))
             pairs = list(zip(self.partitions, self.event.parts, strict=True))
             for p, part in pairs:
                 self._check_slots(p, part)
