@@ -389,7 +389,7 @@ def test_a_model_restored_in_part_is_not_served(client: ps.Client, name: str, tm
 
         half.delete()
         kill_a_restore(mode)
-        half.delete()
+        client.model(half.name).delete()
         client.restore(tmp_path / mode, as_=half.name)
         assert again["w"].tolist() == half.pull()["w"].tolist() == [1.0] * 64
 
