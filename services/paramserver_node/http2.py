@@ -443,11 +443,6 @@ class Connection(SendLimits, ReceiveLimits, asyncio.BufferedProtocol):
         while not self.writable:  # a task that was woken earlier may have filled the buffer again
             await self._writable.wait()
 
-    @property
-    def reads_ahead(self) -> bool:
-        """Whether one of the bodies is read ahead of its app."""
-        return any(stream.reads_ahead for stream in self._streams.values())
-
     def ends(self, number: int) -> bool:
         """Whether the last frame of that request is being received."""
         return self._scanner.ends(number)

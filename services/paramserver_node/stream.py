@@ -9,7 +9,7 @@ Until it does any of that, a client may send `UNREAD_BYTES_MAX` of it; then all 
 import asyncio
 import logging
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Final, Protocol, TypeVar
+from typing import TYPE_CHECKING, ClassVar, Final, Protocol, TypeVar
 
 from starlette.types import ASGIApp, Message, Scope
 
@@ -33,6 +33,8 @@ PIECE_BYTES_MIN: Final = 1 << 10
 READING_WINDOW_BYTES: Final = 4 << 20
 """Receive window of a body that is handed on as it arrives, for one at a time on a connection: a client far away would
 mostly wait for window updates, and two that wait for a slow app would take the window of all."""
+READ_AHEAD_MAX: Final = 32
+"""Most bodies of the process that have that window at a time: slow apps may leave all of it in memory."""
 PING_AFTER_S: Final = 2.0
 """Longest silence towards a client whose bodies are arriving, after which it is sent a PING: over a slow path window
 updates are rare, and clients take a silent server for dead."""
@@ -59,6 +61,9 @@ class BodyTransfer(Protocol):
 
 class Stream:
     """One request and its answer."""
+
+    _ahead: ClassVar[set["Stream"]] = set()
+    """The streams of the process whose bodies may be read ahead of their apps, and have not been taken completely."""
 
     def __init__(self, client: "Connection", number: int, body_ended: bool, head: RequestHead) -> None:
         self._client, self._number, self._bodyless = client, number, head.scope["method"] == "HEAD"
@@ -160,6 +165,7 @@ class Stream:
     def cut(self) -> None:
         """End the request: the client has disconnected or cancelled it, or it was reset."""
         self._cut = True
+        self._ahead.discard(self)
         if self._pieces:  # without them it is no whole body, least of all an empty one
             self.body_ended = False
         self._drop()
@@ -238,15 +244,11 @@ class Stream:
             self._widen(missing)
         self._client.flush_soon()
 
-    @property
-    def reads_ahead(self) -> bool:
-        """Whether the body has the larger window, and may still use it or has not been taken yet."""
-        return self._window_size == READING_WINDOW_BYTES and (not self.body_ended or bool(self._pieces))
-
     def _read_ahead(self) -> None:
         """Widen the receive window to `READING_WINDOW_BYTES` if the app waits for more of a body than may come."""
-        fits = self._due is not None and self._due <= self._receive_window
-        if not (self.reads_ahead or fits or self._ends() or self._client.reads_ahead):
+        ahead, fits = self._ahead, self._due is not None and self._due <= self._receive_window
+        if not (fits or self._ends() or len(ahead) >= READ_AHEAD_MAX or any(s._client is self._client for s in ahead)):
+            ahead.add(self)
             self._widen(READING_WINDOW_BYTES - self._window_size)
             self._window_size = READING_WINDOW_BYTES
 
@@ -273,6 +275,8 @@ class Stream:
     def _take_pieces(self) -> bytes:
         body = self._pieces[0] if len(self._pieces) == 1 else b"".join(self._pieces)
         self._pieces.clear()
+        if self.body_ended:
+            self._ahead.discard(self)
         self.used(len(body))  # the window update is sent when the app wants more
         return body
 
@@ -354,6 +358,7 @@ class Stream:
         except Exception:
             log.debug("http2.broken path=%s", scope["path"], exc_info=True)  # the app has reported it
         finally:
+            self._ahead.discard(self)
             if not self._cut:
                 if not self._answered:
                     self._client.queue_frame(wire.u32_frame(self._number, wire.RST_STREAM, wire.INTERNAL_ERROR))

@@ -3,7 +3,7 @@
 import asyncio
 import socket
 import tracemalloc
-from contextlib import suppress
+from contextlib import AsyncExitStack, suppress
 
 import pytest
 import uvloop
@@ -12,7 +12,7 @@ from tests.unit.http2_connection import ASKED, Into, connected, frames_of, tell
 
 from paramserver.wire import http2 as wire
 from paramserver_node import frame_abuse, stream
-from paramserver_node.http2 import FIRST_BYTES
+from paramserver_node.http2 import FIRST_BYTES, Connection
 from paramserver_node.receive_limits import CONNECTION_WINDOW_BYTES
 from paramserver_node.stream import BODY, READING_WINDOW_BYTES, UNREAD_BYTES_MAX
 
@@ -24,6 +24,20 @@ async def nothing(scope: Scope, receive: Receive, send: Send) -> None:
     """Send an empty response at once."""
     await send({"type": "http.response.start", "status": 200, "headers": []})
     await send({"type": "http.response.body", "body": b""})
+
+
+async def taking(scope: Scope, receive: Receive, send: Send) -> None:
+    """Take the body piece by piece, then send an empty response."""
+    while (await receive()).get("more_body"):
+        pass
+    await nothing(scope, receive, send)
+
+
+async def windows(connection: Connection, *numbers: int) -> list[int]:
+    """Return the receive windows of the streams, once their app runs."""
+    while not all(n in connection._streams and not connection._streams[n].is_new for n in numbers):
+        await asyncio.sleep(0)
+    return [connection._streams[n]._receive_window for n in numbers]
 
 
 async def heard(theirs: socket.socket, until: int, of: int | None = None) -> tuple[int, bytes]:
@@ -145,23 +159,28 @@ async def test_one_body_at_a_time_may_come_far_ahead_of_its_app() -> None:
 
     A body whose announced length fits into the smaller one needs no window updates, and gets none.
     """
-
-    async def app(scope: Scope, receive: Receive, send: Send) -> None:
-        while (await receive())["type"] == "http.request":
-            pass
-
-    async def windows(*numbers: int) -> list[int]:
-        while not all(n in connection._streams and not connection._streams[n].is_new for n in numbers):
-            await asyncio.sleep(0)
-        return [connection._streams[n]._receive_window for n in numbers]
-
     short = ASKED + wire.encoded([(b"content-length", b"%d" % UNREAD_BYTES_MAX)])
-    async with connected(app) as (theirs, connection):
+    async with connected(taking) as (theirs, connection):
         for number, block in ((1, short), (3, ASKED), (5, ASKED)):
             await tell(theirs, wire.frame(wire.HEADERS, wire.END_HEADERS, number, block))
-        assert await windows(1, 3, 5) == [UNREAD_BYTES_MAX, READING_WINDOW_BYTES, UNREAD_BYTES_MAX]
+        assert await windows(connection, 1, 3, 5) == [UNREAD_BYTES_MAX, READING_WINDOW_BYTES, UNREAD_BYTES_MAX]
         await tell(theirs, wire.u32_frame(3, wire.RST_STREAM, wire.CANCEL) + wire.frame(wire.DATA, 0, 5, bytes(1)))
         assert await heard(theirs, wire.WINDOW_UPDATE, 5) == (0, (READING_WINDOW_BYTES - UNREAD_BYTES_MAX).to_bytes(4))
+
+
+async def test_a_server_reads_few_bodies_ahead_however_many_clients_it_has() -> None:
+    """At most READ_AHEAD_MAX bodies of all connections have the larger window; one that ends leaves it to another."""
+    async with AsyncExitStack() as clients:
+        some = [await clients.enter_async_context(connected(taking)) for _ in range(stream.READ_AHEAD_MAX + 1)]
+        found = list[int]()
+        for theirs, connection in some:
+            await tell(theirs, OPENED)
+            found += await windows(connection, 1)
+        assert found == [READING_WINDOW_BYTES] * stream.READ_AHEAD_MAX + [UNREAD_BYTES_MAX]
+        await tell(some[0][0], wire.frame(wire.DATA, wire.END_STREAM, 1, b"x"))
+        await heard(some[0][0], wire.HEADERS, 1)
+        await tell(theirs, wire.frame(wire.DATA, 0, 1, bytes(1)))
+        assert await heard(theirs, wire.WINDOW_UPDATE, 1) == (0, (READING_WINDOW_BYTES - UNREAD_BYTES_MAX).to_bytes(4))
 
 
 async def test_a_client_hears_of_its_body_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
