@@ -83,9 +83,14 @@ class PsError(Exception):
     def plus(self, /, **members: Any) -> "PsError":
         """Return the same error with these additional members; `retryable` may be one of them."""
         more = {"retryable": self.retryable, **self.members, **members}
-        return type(self)(
-            self.code, self.detail, hint=self.hint, retry_after_s=self.retry_after_s, errors=self.errors, **more
-        )
+        return self._like_this(self.detail, self.hint, more)
+
+    def with_detail(self, detail: str, hint: str = "") -> "PsError":
+        """Return the same error with another detail; and with another hint, if one is given."""
+        return self._like_this(detail, hint or self.hint, {"retryable": self.retryable, **self.members})
+
+    def _like_this(self, detail: str, hint: str, members: Mapping[str, Any]) -> "PsError":
+        return type(self)(self.code, detail, hint=hint, retry_after_s=self.retry_after_s, errors=self.errors, **members)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return (from_document, (self.document(),))

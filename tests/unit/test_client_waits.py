@@ -41,6 +41,29 @@ def test_a_last_try_that_was_cut_off_does_not_hide_why_those_before_it_failed(no
         drive(control.send("PATCH", "/models/m", {}, Deadline(until, now)), busy, now)
 
 
+def test_bodies_that_several_shards_did_not_take_in_time_are_no_answers(now: Now) -> None:
+    """If the deadline ends the last attempt at several shards, the error says what one had answered, and its hint."""
+    slow = [TakenTooSlowly("unavailable", f"{to} is slow", hint="timeout=", retry_after_s=0.0) for to in "ab"]
+    backoff = Backoff(Deadline.after(10.0, now))
+    backoff.pause(problem("unavailable", "one is loading"))
+    now.s += 10.0
+
+    with refused_with("unavailable", match="^one is loading; tried for 10 s, at last a is slow; b is slow .timeout=.$"):
+        backoff.pause(*slow)
+
+
+def test_bodies_that_several_shards_did_not_take_in_what_was_left_tell_what_was_spent(now: Now) -> None:
+    """If a call had little of its timeout for its only attempt, at several shards, the error says so."""
+    until = Deadline.after(10.0, now)
+    now.s += 9.0
+    backoff = Backoff(until)
+    until.attempt_s()
+    now.s += 1.0
+
+    with refused_with("unavailable", match="^a is slow; b is slow; 9 s of the call's timeout of 10 s had passed"):
+        backoff.pause(*[TakenTooSlowly("unavailable", f"{to} is slow", retry_after_s=0.0) for to in "ab"])
+
+
 @pytest.mark.parametrize("silent", [True, False])
 def test_a_timeout_of_the_call_counts_where_the_scheduler_is_away(silent: bool) -> None:
     """A step with a timeout of its own asks for a scheduler for as long, however short the default is."""

@@ -12,7 +12,7 @@ from typing import Any, Final
 
 from msgspec.structs import replace
 
-from paramserver.errors import InDoubt, PsError, StaleMapError, Unavailable, Unreachable, from_document, problem
+from paramserver.errors import InDoubt, PsError, StaleMapError, Unavailable, Unreachable, problem
 from paramserver.net.calls import Call, Deadline, Outcome, Pause, Request, Response, TakenTooSlowly, error_of, json_of
 
 FIRST_S: Final = 0.05
@@ -103,7 +103,7 @@ class Backoff:
         spent = f"{whole_s - had_s:.3g} s of the call's timeout of {whole_s:.3g} s had passed before"
         doubtful, again = "look before you repeat it, and give it a longer timeout=", "again, with a longer timeout="
         hint = error.hint or (doubtful if isinstance(error, InDoubt) else again)
-        return problem(error.code, f"{error.detail}; {spent}", hint=hint, **error.members)
+        return error.with_detail(f"{error.detail}; {spent}", hint)
 
     def _with_reason(self, error: PsError) -> PsError:
         if not self._tries or not _is_silence(error) or not (self._answer or isinstance(error, InDoubt)):
@@ -122,7 +122,7 @@ class Backoff:
         hint = error.hint
         if said and not doubtful and (isinstance(error, Unreachable) or not hint):
             hint = said.hint or hint  # a node that has answered is lacking nothing that its address could tell
-        return problem(error.code, detail, hint=hint, retry_after_s=error.retry_after_s, **error.members)
+        return error.with_detail(detail, hint)
 
 
 def together(errors: Sequence[PsError]) -> PsError:
@@ -131,7 +131,7 @@ def together(errors: Sequence[PsError]) -> PsError:
     if len(said) == 1:
         return errors[0]
     more = f"; and {len(said) - REASONS_MAX} more reasons" if len(said) > REASONS_MAX else ""
-    return from_document({**errors[0].document(), "detail": "; ".join(said[:REASONS_MAX]) + more})
+    return errors[0].with_detail("; ".join(said[:REASONS_MAX]) + more)
 
 
 def is_temporary(error: PsError) -> bool:
