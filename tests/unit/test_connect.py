@@ -13,7 +13,7 @@ from tests.unit.scripted_server import Peer, serving
 
 from paramserver.errors import Unreachable
 from paramserver.net.calls import Outcome, Request, Response
-from paramserver.net.connect import connect
+from paramserver.net.connect import connect, connect_on_loop
 from paramserver.net.credentials import Credentials
 from paramserver.net.direct import AsyncDirectTransport, DirectTransport
 from paramserver.net.plain import PlainTransport
@@ -100,6 +100,32 @@ def test_no_address_takes_the_time_of_the_others_on_an_event_loop(
     assert "connection refused" in refused.detail
     assert isinstance(late, Unreachable)
     assert "timed out" in late.detail
+
+
+@pytest.mark.parametrize("run", [asyncio.run, uvloop.run])
+def test_an_address_of_one_link_keeps_its_link_on_an_event_loop(
+    run: Callable[..., list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An IPv6 address that a look-up finds with a zone is connected to in that zone, as without it it is ambiguous."""
+    found = [("fe80::1", 1, 0, 4), ("::1", 1, 0, 0), ("127.0.0.1", 1)]
+
+    async def hosts() -> list[str]:
+        loop, asked = asyncio.get_running_loop(), list[str]()
+
+        async def look_up(*_: Any, **__: Any) -> list[Any]:
+            return [(socket.AF_UNSPEC, socket.SOCK_STREAM, 0, "", address) for address in found]
+
+        async def refuse(_: Any, host: str, port: int, **__: Any) -> None:
+            asked.append(host)
+            raise ConnectionRefusedError
+
+        monkeypatch.setattr(loop, "getaddrinfo", look_up)
+        monkeypatch.setattr(loop, "create_connection", refuse)
+        with pytest.raises(ConnectionRefusedError):
+            await connect_on_loop(asyncio.Protocol, "ps.test", 1, None)
+        return asked
+
+    assert run(hosts()) == ["fe80::1%4", "::1", "127.0.0.1"]
 
 
 def test_what_can_be_connected_to_nowhere_says_why(silent: int, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -88,7 +88,8 @@ async def _first_of(
         while untried or trying:
             if untried:
                 address: Any = untried.pop(0)[4]
-                attempt = create(make, address[0], address[1], ssl=context, server_hostname=name)
+                zone = f"%{address[3]}" if len(address) > 2 and address[3] else ""  # of an IPv6 address of one link
+                attempt = create(make, address[0] + zone, address[1], ssl=context, server_hostname=name)
                 trying.add(asyncio.create_task(attempt))
             wait_s = _NEXT_S if untried else None
             for task in (await asyncio.wait(trying, timeout=wait_s, return_when=asyncio.FIRST_COMPLETED))[0]:
