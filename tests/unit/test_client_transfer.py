@@ -12,12 +12,14 @@ from paramserver.client import transfer
 from paramserver.client.arrays import Params
 from paramserver.client.cluster import Cluster
 from paramserver.client.encoding import Encoding
+from paramserver.client.session import Session
 from paramserver.client.shared_arrays import KEPT_MAX, SharedArrays
 from paramserver.client.spec_builder import Param, model_document
 from paramserver.errors import ConflictError, InDoubt, RequestError, Unavailable, problem
 from paramserver.net.calls import Call, Deadline, Outcome, Request, Response
 from paramserver.wire.frame import MEDIA_TYPE, PullFrame, PullReply, PushReply, decode_header, encode_header
 
+from .session_node import Node
 from .sharding import A, B, Now, Shards, drive, expected, grads, refusal, terms
 
 
@@ -246,7 +248,7 @@ def test_a_shard_of_another_cluster_at_an_advertised_address_is_sent_nothing(sha
 def test_a_client_that_was_started_in_an_outage_finds_the_shards_after_it(
     shards: Shards, now: Now, cluster: Cluster
 ) -> None:
-    """Addresses that never answered are probed each minute, with the map that a heartbeat fetches; no call waits."""
+    """Addresses that never answered are probed each minute, with the map that a heartbeat fetches; no pull waits."""
     shards.answering = set()
     for _ in range(4):
         drive(transfer.pull(cluster, "m", Deadline.after(30, now)), shards, now)
@@ -261,6 +263,24 @@ def test_a_client_that_was_started_in_an_outage_finds_the_shards_after_it(
     drive(transfer.pull(cluster, "m", Deadline.after(30, now)), shards, now)
 
     assert {to for to, path in shards.log} == {A, B}
+
+
+def test_a_heartbeat_gives_a_probe_all_the_time_that_it_has(now: Now) -> None:
+    """The probe of a heartbeat, which nothing follows, has the whole rest of its timeout; that of a call has half."""
+    node, probes = Node(), list[float]()
+
+    def answer(request: Request) -> Outcome:
+        if request.path != "/livez":
+            return node(request)
+        probes.append(request.timeout_s)
+        return problem("unreachable", "far away")
+
+    session = Session(Cluster(("http://given:1",)), "m", None, None, 30.0)
+    drive(session.join(Deadline.after(2.5, now)), answer, now)
+    now.s += 100.0
+    drive(session.beat(Deadline.after(2.5, now)), answer, now)
+
+    assert probes == [1.25, 2.5]
 
 
 def test_pushpull_does_both_in_one_round(shards: Shards, now: Now, cluster: Cluster) -> None:

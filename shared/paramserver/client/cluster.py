@@ -37,8 +37,8 @@ MAPS_KEPT_MAX: Final = 64
 _TRY_AGAIN_S: Final = (5.0, 30.0)
 """Delays after which a silent address is probed again, twice in all: its shard may just be starting."""
 _SELDOM_S: Final = 50.0
-"""Delay after which it is probed once more, whenever a map is fetched; a worker's heartbeat does that each minute, so
-that no call has to wait."""
+"""Delay after which it is probed once more, whenever a map is fetched.  A worker's heartbeat does that each minute, so
+that its calls rarely have to wait."""
 _ANSWERED_AGAIN_S: Final = (5.0, 10.0)
 """The same for an address that has answered before; the last delay is repeated for as long as the map names it."""
 _EPISODE_S: Final = 60.0
@@ -156,16 +156,18 @@ class Cluster:
             if self._due(model_map, deadline.clock(), fetched=False):
                 yield from self._probe(model_map, deadline, fetched=False)
             return model_map
+        return (yield from self.fetch_map(model, deadline))
+
+    def fetch_map(self, model: str, deadline: Deadline, *, last: bool = False) -> Call[ModelMap]:
+        """Return the model's map as the scheduler has it now; raises like `map_of`.
+
+        `last`: nothing follows before the deadline, so that a probe of the map's addresses may last until then.
+        """
         doc = yield from deliver_json(json_request("GET", model_path(model), timeout_s=ATTEMPT_S), deadline)
-        return (yield from self.store_document(doc, deadline))
+        return (yield from self.store_document(doc, deadline, last=last))
 
-    def fetch_map(self, model: str, deadline: Deadline) -> Call[ModelMap]:
-        """Return the model's map as the scheduler has it now; raises like `map_of`."""
-        model_map = yield from self.map_of(model, deadline)
-        return (yield from self.map_of(model, deadline, newer_than=model_map))
-
-    def store_document(self, doc: Any, deadline: Deadline) -> Call[ModelMap]:
-        """Store the map in a model document, probe its addresses if due, and return it."""
+    def store_document(self, doc: Any, deadline: Deadline, *, last: bool = False) -> Call[ModelMap]:
+        """Store the map in a model document, probe its addresses if due, and return it; `last` as in `fetch_map`."""
         try:
             fresh = self._encrypted(ModelMap.from_document(doc))
         except (KeyError, TypeError, ValueError) as e:
@@ -175,7 +177,7 @@ class Cluster:
         for oldest in list(self._maps)[:-MAPS_KEPT_MAX]:
             self.forget(oldest)
         if self._due(fresh, deadline.clock(), fetched=True):
-            yield from self._probe(fresh, deadline, fetched=True)
+            yield from self._probe(fresh, deadline, fetched=True, last=last)
         return fresh
 
     def _encrypted(self, fresh: ModelMap) -> ModelMap:
@@ -278,8 +280,11 @@ class Cluster:
                     return True
         return False
 
-    def _probe(self, model_map: ModelMap, deadline: Deadline, *, fetched: bool) -> Call[None]:
-        """Probe, concurrently, the owners' addresses that are new or due for another try; `fetched` as in `is_due`."""
+    def _probe(self, model_map: ModelMap, deadline: Deadline, *, fetched: bool, last: bool = False) -> Call[None]:
+        """Probe, concurrently, the owners' addresses that are new or due for another try.
+
+        `fetched` as in `is_due`, `last` as in `fetch_map`.
+        """
         now, found = deadline.clock(), list[str]()
         for address in dict.fromkeys(a for owner in model_map.in_use for a in model_map.addresses.get(owner, ())):
             known = self._known.get(address)
@@ -288,7 +293,7 @@ class Cluster:
         if not found:
             return
         self._forget_unnamed()
-        wait_s = max(0.05, min(PROBE_S, deadline.left_s() / 2))
+        wait_s = max(0.05, min(PROBE_S, deadline.left_s() if last else deadline.left_s() / 2))
         outcomes = yield [Request("GET", "/livez", to=a, timeout_s=wait_s) for a in found]
         for address, outcome in zip(found, outcomes, strict=True):
             answers = isinstance(outcome, Response) and outcome.status == 200 and _is_of(model_map, outcome)

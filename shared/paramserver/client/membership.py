@@ -185,7 +185,7 @@ class Membership:
         now = deadline.clock()
         if doc.get("settings_tag", self._settings_tag) != self._settings_tag or now >= self._map_due_s:
             self._map_due_s = now + MAP_AGE_S
-            yield from self.refresh_mode(deadline)
+            yield from self.refresh_mode(deadline, last=True)
 
     def _beat(self, body: Mapping[str, Any], fields: dict[str, Any], deadline: Deadline) -> Call[Any]:
         """Send a heartbeat and return its answer.
@@ -208,9 +208,9 @@ class Membership:
             self.reports.left_out(self.worker, part, why)
         return doc
 
-    def refresh_mode(self, deadline: Deadline) -> Call[None]:
-        """Fetch the model's document and adopt its mode, which may have changed."""
-        self._adopt_settings((yield from self.cluster.fetch_map(self.model, deadline)))
+    def refresh_mode(self, deadline: Deadline, *, last: bool = False) -> Call[None]:
+        """Fetch the model's document and adopt its mode, which may have changed; `last` as in `Cluster.fetch_map`."""
+        self._adopt_settings((yield from self.cluster.fetch_map(self.model, deadline, last=last)))
 
     def _adopt_settings(self, model_map: ModelMap) -> None:
         self.mode, self._settings_tag = model_map.spec.consistency.mode, model_map.document.get("settings_tag")
