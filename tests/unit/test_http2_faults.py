@@ -98,6 +98,20 @@ def test_a_request_that_was_not_sent_whole_in_time_is_not_in_doubt(kind: Kind) -
 
 
 @both_clients
+def test_a_request_that_broke_off_while_it_was_sent_is_not_in_doubt(kind: Kind) -> None:
+    """A change whose new connection ended before its whole body was sent was certainly not made."""
+
+    def leaving(peer: Peer) -> None:
+        peer.until(wire.HEADERS)
+
+    with Server(kind, leaving) as server:
+        outcome = server.transport.send(Request("POST", "/push", bytes(100_000)), server.url)
+    assert isinstance(outcome, PsError)
+    assert (outcome.code, outcome.retryable) == ("unavailable", True)
+    assert "ended while the request was sent" in outcome.detail
+
+
+@both_clients
 @pytest.mark.parametrize(
     ("path", "repeated"), [("/push", False), ("/internal/set/m", False), ("/pull", True), ("/slots", True)]
 )
@@ -124,7 +138,8 @@ def test_a_change_is_not_repeated_by_the_transport(kind: Kind, path: str, repeat
     assert isinstance(outcome, Response) == repeated
 
 
-def test_a_change_that_a_closed_connection_did_not_take_is_sent_again() -> None:
+@both_clients
+def test_a_change_that_a_closed_connection_did_not_take_is_sent_again(kind: Kind) -> None:
     """A request that a kept connection breaks in the middle of is sent on a new one: only whole ones are executed."""
 
     def leaving(peer: Peer) -> None:
@@ -136,7 +151,7 @@ def test_a_change_that_a_closed_connection_did_not_take_is_sent_again() -> None:
         peer.send(peer.answer(peer.until(wire.DATA, wire.END_STREAM), b"2"))
 
     left = threading.Event()
-    with Server(Blocking, leaving, answering) as server:
+    with Server(kind, leaving, answering) as server:
         assert isinstance(server.ask(), Response)
         assert left.wait(20.0)
         outcome = server.transport.send(Request("POST", "/push", bytes(1 << 20)), server.url)

@@ -14,7 +14,7 @@ from tests.unit.scripted_server import Blocking, Kept, Peer, Server, serving
 from paramserver.client import control
 from paramserver.errors import InDoubt, Unreachable, problem
 from paramserver.net import plain
-from paramserver.net.calls import TIMEOUT_S_MAX, Deadline, Request, Response
+from paramserver.net.calls import TIMEOUT_S_MAX, Deadline, Request, Response, TakenTooSlowly
 from paramserver.net.credentials import Credentials
 from paramserver.net.plain import PlainTransport
 from paramserver.net.proxies import is_here, proxy_of
@@ -74,6 +74,17 @@ def test_what_changes_nothing_is_sent_again(reset: bool) -> None:
         transport.close()
     assert [o.status for o in outcomes if isinstance(o, Response)] == [200, 200]
     assert node.heard == [b"GET /a", b"GET /b", b"GET /b"]
+
+
+def test_a_request_that_was_not_sent_whole_in_time_is_not_in_doubt() -> None:
+    """A change whose body the server did not take whole by the deadline was certainly not made: so says its error."""
+    transport = PlainTransport(Credentials())
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        url = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        outcome = transport.send(Request("POST", "/push", bytes(64 << 20), timeout_s=0.5), url)
+        transport.close()
+    assert isinstance(outcome, TakenTooSlowly)
+    assert outcome.detail == f"{url} did not take the whole request within 0.5 s"
 
 
 def test_an_answer_without_end_is_not_read_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,7 @@ from typing import Final
 
 from paramserver.net import http2
 from paramserver.net.calls import Sink
-from paramserver.net.http2 import Answer, Client, NotSent, Refused
+from paramserver.net.http2 import Answer, Client, NotSent, Refused, broken_off
 from paramserver.wire import tcp
 from paramserver.wire.http2 import Header
 
@@ -134,6 +134,8 @@ class AsyncConnection(asyncio.BufferedProtocol):
             self._flush_soon()
         if left and isinstance(answer.failed, TimeoutError):
             raise NotSent(whole - left, whole)
+        if left and isinstance(answer.failed, ConnectionError) and self.is_closed:
+            raise broken_off(answer.failed)
         if answer.failed is not None:
             raise answer.failed
         return answer

@@ -20,7 +20,7 @@ from typing import Final, TypeVar
 from paramserver.limits import RECEIVE_LOW_WATER_BYTES
 from paramserver.net import http2
 from paramserver.net.calls import Sink
-from paramserver.net.http2 import Answer, Client, NotSent, Refused
+from paramserver.net.http2 import Answer, Client, NotSent, broken_off
 from paramserver.wire.http2 import HEAD_BYTES, PAYLOAD_BYTES_MAX, Header
 
 T = TypeVar("T")
@@ -109,8 +109,8 @@ class Connection:
         try:
             try:
                 self._send(stream, answer, body, left)
-            except ENDED as e:  # the shard cannot have the whole request, and executes no other
-                raise Refused(f"the connection ended while the request was sent ({e})") from e
+            except ENDED as e:
+                raise broken_off(e) from e
             while not answer.ended:
                 self._read()
             if answer.failed is not None:

@@ -130,13 +130,18 @@ def _failure(error: Exception, request: Request, address: str) -> PsError:
     if isinstance(error, Refused):
         return problem("unavailable", f"{address} takes no requests at the moment ({error})", retry_after_s=0.0)
     if isinstance(error, NotSent):
-        detail = f"{address} did not take the whole request within {request.timeout_s:.3g} s: {error}"
-        return TakenTooSlowly("unavailable", detail, hint="again, with a longer timeout=", retry_after_s=0.0)
+        return taken_too_slowly(request, address, f": {error}")
     if isinstance(error, TimeoutError):
         return problem("in_doubt", f"{address} did not answer within {request.timeout_s:.3g} s")
     if isinstance(error, _BROKEN) or getattr(error, "errno", None) is not None:  # the system's
         return problem("in_doubt", f"the connection to {address} broke before it answered ({error})")
     return NotHttp2("in_doubt", f"{address} did not answer in HTTP ({error})")
+
+
+def taken_too_slowly(request: Request, address: str, more: str = "") -> PsError:
+    """Return the outcome of a request that was not sent whole in its time: nobody executes a part of one."""
+    detail = f"{address} did not take the whole request within {request.timeout_s:.3g} s{more}"
+    return TakenTooSlowly("unavailable", detail, hint="again, with a longer timeout=", retry_after_s=0.0)
 
 
 def too_many_files(error: Exception) -> PsError | None:

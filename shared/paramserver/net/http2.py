@@ -39,6 +39,11 @@ class Refused(OSError):
     """Raised when the shard has not processed the request: it can be sent again on another connection."""
 
 
+def broken_off(error: Exception) -> Refused:
+    """Return the error of a request whose connection ended before the shard had all of it: it executes no other."""
+    return Refused(f"the connection ended while the request was sent ({error})")
+
+
 class NotSent(TimeoutError):
     """Raised when the shard did not take the whole body of a request in time: it has not carried it out."""
 

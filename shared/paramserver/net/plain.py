@@ -19,7 +19,7 @@ from paramserver.net.concurrent_requests import Interruptible, using_memory
 from paramserver.net.connect import CONNECT_S, connect
 from paramserver.net.connection import ENDED, cut
 from paramserver.net.credentials import Credentials
-from paramserver.net.direct import changes_nothing, common_headers, unreachable_by
+from paramserver.net.direct import changes_nothing, common_headers, taken_too_slowly, unreachable_by
 from paramserver.net.idle import Idle
 from paramserver.net.proxies import proxy_of
 
@@ -103,7 +103,11 @@ class PlainTransport:
                 proxy = proxy_of(url)
                 if proxy is not None and url.startswith("http:"):
                     target, headers = url + request.path, {**headers, **_authorization(proxy)}
-                connection.request(request.method, target, body=request.whole, headers=headers)
+                try:
+                    connection.request(request.method, target, body=request.whole, headers=headers)
+                except TimeoutError as e:
+                    self._idle.drop(url)
+                    raise taken_too_slowly(request, url) from e
                 connected.settimeout(_left_s(deadline))
                 response = connection.getresponse()
                 body = _body(response, connected, request.sink if response.status == 200 else None, deadline)
