@@ -8,7 +8,7 @@ import numpy as np
 
 from paramserver.errors import PsError, Unavailable, Unreachable, problem
 from paramserver.limits import JOURNAL_WAIT_S, LEASE_S, PACE_BYTES_PER_S
-from paramserver.net.calls import Outcome, Request, Response, error_of
+from paramserver.net.calls import Outcome, Request, Response, TakenTooSlowly, error_of
 from paramserver.net.credentials import Credentials
 from paramserver.net.direct import AsyncDirectTransport
 from paramserver.types import U8, AnyArray
@@ -44,7 +44,7 @@ class PeerClient:
         timeout_s = _timeout_s(len(prefix) + sum(a.nbytes for a in rest))
         request = Request("POST", path, prefix, _HEADERS, timeout_s=timeout_s, rest=rest)
         outcome = await self._transport.send(request, address)
-        if isinstance(outcome, Unreachable):
+        if isinstance(outcome, Unreachable | TakenTooSlowly):  # their hints are for the user's own requests
             raise _silent(address, outcome)
         response = _answered(outcome)
         try:

@@ -1,5 +1,6 @@
 """A push that one shard forwards to the owners of its partitions."""
 
+import socket
 from typing import Any, cast
 
 import numpy as np
@@ -10,11 +11,15 @@ from paramserver.core.shard.effects import PartVersion, PushDone
 from paramserver.core.shard.events import PushPart, PushReceived
 from paramserver.core.shard.served_model import wrong_owner
 from paramserver.core.spec import ModelSpec
-from paramserver.errors import InDoubt, PsError, problem
+from paramserver.errors import InDoubt, PsError, Unavailable, problem
+from paramserver.net.credentials import Credentials
 from paramserver.types import ModelKey, PushId
-from paramserver.wire.frame import PushReply
+from paramserver.wire.frame import PushFrame, PushReply
+from paramserver.wire.frame import PushPart as FramePart
+from paramserver_shard.buffers import BufferPool
 from paramserver_shard.directory import Directory, KnownModel
 from paramserver_shard.exchange import Exchange
+from paramserver_shard.peers import PeerClient
 
 KEY = ModelKey("m", 1)
 
@@ -92,6 +97,22 @@ async def test_an_accepted_push_is_sent_to_the_next_owner_only_under_its_id(owne
         await exchange.push(known, command)
     assert e.value.members["push"]["state"] == "applied"
     assert not peers.got
+
+
+async def test_a_shard_that_does_not_take_a_push_in_time_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A part that another shard did not take in time is `unavailable`, without a hint to use a longer timeout.
+
+    That is of the request between the shards, which the client's timeout does not change.
+    """
+    monkeypatch.setattr("paramserver_shard.peers.REQUEST_BASE_TIMEOUT_S", 0.2)
+    monkeypatch.setattr("paramserver_shard.peers.PACE_BYTES_PER_S", float("inf"))
+    frame, client = PushFrame("m", [FramePart(0, None, None)], forwarded=True), PeerClient(BufferPool(), Credentials())
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        address = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        with pytest.raises(Unavailable, match=r"does not answer .*65535 of 400064 bytes were sent") as e:
+            await client.push(address, "/push", frame, [np.ones(100_000, np.float32)])
+        await client.aclose()
+    assert (e.value.code, e.value.hint) == ("unavailable", "")
 
 
 class Applying:
