@@ -103,15 +103,17 @@ def up(
     launched = launch.launch(folder, plan, detach=detach, lifeline=lifeline)
     if kept:
         typer.echo(f"as before: {kept} (an option takes the place of each)", err=True)
+    ready = False
     try:
         _wait(launched)
+        ready = True
         if not detach:
             _print_summary(folder, as_json, detach)
             _watch(launched)
     except BaseException as e:
         typer.echo("stopping", err=True)
         launch.end(launched)
-        if folder.cluster() is None:  # it was never ready: the next start is not to fail for the same options
+        if not ready:  # the next start is not to fail for the same options
             folder.take_back_plan(last)
         if (lost := launch.not_stored(folder)) and lost not in str(e):
             typer.echo(lost, err=True)

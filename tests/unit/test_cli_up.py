@@ -75,3 +75,15 @@ def test_what_kept_a_cluster_from_starting_is_forgotten(
 
     assert StateDir(tmp_path / "new").plan() == before
     assert planned(tmp_path / "new")[0] == (before or Plan())
+
+
+def test_ctrl_c_leaves_the_plan_of_a_cluster_that_was_ready(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A cluster in the foreground that was ready and is ended by Ctrl-C has the same options the next time."""
+    with monkeypatch.context() as patch:
+        patch.setattr("paramserver_cli.up.unwind.on_signals", lambda: None)
+        patch.setattr(up, "_watch", Mock(side_effect=KeyboardInterrupt))
+        patch.setattr("paramserver_cli.up.launch.end", lambda _: None)
+        done = CliRunner().invoke(app, ["up", "--shards", "3", "--state-dir", str(tmp_path / "new")])
+
+    assert done.exit_code == 130, done.output
+    assert planned(tmp_path / "new")[0] == Plan(shards=3)
