@@ -65,6 +65,14 @@ def os_error_text(error: OSError) -> str:
     return str(error.strerror) if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG) else ""
 
 
+def drop_output() -> None:
+    """Drop what standard output cannot take: Python would try again at exit, with a message and a code of its own."""
+    try:
+        sys.stdout.flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
 def code_of(error: PsError) -> int:
     """Return the exit code of an error: 3 for Unavailable, 4 for a refusal (RequestError, AuthError), else 1."""
     if isinstance(error, Unavailable):
@@ -91,12 +99,18 @@ class Psctl(Group):
     def main(self, *args: Any, **options: Any) -> Any:
         """Run psctl; what standard output has no characters for is printed as `?`, and what it cannot take is told."""
         if isinstance(sys.stdout, io.TextIOWrapper):
-            if isinstance(
-                sys.stdout.buffer, io.RawIOBase
-            ):  # by PYTHONUNBUFFERED: its writes end early without an error
+            # By PYTHONUNBUFFERED, whose writes end early without an error.
+            if isinstance(sys.stdout.buffer, io.RawIOBase):
                 sys.stdout = open(sys.stdout.fileno(), "w", encoding=sys.stdout.encoding, closefd=False)
             sys.stdout.reconfigure(errors="replace")
-        return super().main(*args, **options)
+        try:
+            return super().main(*args, **options)
+        except OSError as e:
+            if not (text := os_error_text(e)):
+                raise  # a bug: its traceback is what helps
+            typer.echo(f"psctl: {text}", err=True)
+            drop_output()
+            sys.exit(FAILED)
 
     def invoke(self, ctx: Any) -> Any:
         """Run the command, and report its errors."""
@@ -117,10 +131,5 @@ class Psctl(Group):
             typer.echo("interrupted", err=True)
             raise typer.Exit(INTERRUPTED) from None
         except BrokenPipeError:  # `psctl logs | head`
-            sys.stderr.close()
-            raise typer.Exit(FAILED) from None
-        except OSError as e:
-            if not (text := os_error_text(e)):
-                raise  # a bug: its traceback is what helps
-            typer.echo(f"psctl: {text}", err=True)
+            drop_output()
             raise typer.Exit(FAILED) from None

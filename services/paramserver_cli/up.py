@@ -1,7 +1,6 @@
 """psctl up, down and list: clusters on this machine."""
 
 import json
-import os
 import shlex
 import sys
 import time
@@ -18,6 +17,7 @@ from paramserver.errors import problem
 from paramserver_cli import keys, launch
 from paramserver_cli.config import Json, StateDirOption, client_settings, redis_url, state_dir
 from paramserver_cli.display import columns, console
+from paramserver_cli.exits import drop_output
 from paramserver_cli.launch import Failed
 from paramserver_cli.state_directory import Cluster, Plan, StateDir, new_lines, running
 from paramserver_node import unwind
@@ -122,8 +122,7 @@ def up(
         try:
             _print_summary(folder, as_json, detach)
         except OSError as e:
-            # Python would flush the rest of the buffer at exit, fail again, and print a message of its own.
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            drop_output()
             raise Failed(f"the cluster is up, but its description could not be printed: {e.strerror}") from None
 
 

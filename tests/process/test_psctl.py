@@ -127,6 +127,18 @@ def test_what_is_wrong_shows_in_the_exit_code(
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no file that is always full")
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+@pytest.mark.parametrize("arguments", [["config"], ["--help"]], ids=" ".join)
+def test_a_few_lines_that_a_full_disk_cannot_take_are_an_error(arguments: list[str], unbuffered: str) -> None:
+    """If standard output takes nothing, psctl exits with 1 and one line on stderr, and Python adds none at exit."""
+    env = os.environ | {"PYTHONUNBUFFERED": unbuffered}
+    with open("/dev/full", "wb") as full:
+        done = subprocess.run([*PSCTL, *arguments], stdout=full, stderr=subprocess.PIPE, text=True, env=env, timeout=60)
+
+    assert (done.returncode, done.stderr) == (1, "psctl: No space left on device\n")
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no file that is always full")
 def test_a_cluster_that_is_detached_outlives_what_cannot_be_said_of_it(tmp_path: Path) -> None:
     """If `up --detach` cannot write its output, it exits with 1 and one line on stderr; the cluster keeps running."""
     argv = [*PSCTL, "up", "--detach", "--shards", "1", "--state-dir", str(tmp_path / "state")]
