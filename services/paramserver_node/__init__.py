@@ -2,13 +2,15 @@
 
 import os
 import signal
+from contextlib import suppress
 from importlib.util import find_spec
 from typing import Final
 
 if os.getpid() == 1 and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
     # The system keeps from the first process of a container what it does not handle.  Told to stop while it imports the
     # rest, it would join all the same, take partitions, and be killed with them.  What serves has a handler of its own.
-    signal.signal(signal.SIGTERM, lambda number, frame: os._exit(128 + number))
+    with suppress(ValueError):  # imported by another thread than the main one: the program is not one of the services
+        signal.signal(signal.SIGTERM, lambda number, frame: os._exit(128 + number))
 
 NEEDED: Final = (
     "fastapi", "fastapi_offline", "httptools", "httpx", "prometheus_client", "psutil", "pydantic", "redis", "rich",

@@ -49,3 +49,14 @@ def test_the_first_process_of_a_container_ends_when_told_to_while_it_starts(serv
             assert started.wait(timeout=60) == 128 + signal.SIGTERM
         finally:
             started.kill()
+
+
+def test_a_thread_of_the_first_process_can_import_the_services() -> None:
+    """A program that is process 1 may import the package in any of its threads; signals are its own matter then."""
+    program = (
+        "import concurrent.futures, importlib\n"
+        "with concurrent.futures.ThreadPoolExecutor() as pool:\n"
+        "    pool.submit(importlib.import_module, 'paramserver_node').result()"
+    )
+    done = subprocess.run([*CONTAINER, sys.executable, "-P", "-c", program], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
