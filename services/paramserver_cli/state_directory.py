@@ -155,6 +155,9 @@ class StateDir:
         # Readable by this user only: a plan may hold a Redis password.
         with open(temporary, "w", encoding="utf-8", opener=_private) as out:
             out.write(text + "\n")
+            if isinstance(document, Plan):  # the others are of no use after a power cut
+                out.flush()
+                os.fsync(out.fileno())
         temporary.replace(self.path / f"{name}.json")
 
     def _read(self, kind: type[_Document]) -> _Document | None:
@@ -162,11 +165,13 @@ class StateDir:
             value = json.loads((self.path / f"{_NAMES[kind]}.json").read_text())
         except FileNotFoundError:
             return None
+        if not isinstance(value, dict):
+            raise ValueError(f"{value!r:.40} is not an object")
         # A running cluster may be of another version than psctl: what that wrote besides is nothing to this one.
         return kind(**{f.name: value[f.name] for f in fields(kind) if f.name in value})
 
     def plan(self) -> Plan | None:
-        """Return the plan; None if none was ever written."""
+        """Return the plan; None if none was ever written.  Raises ValueError if the file is broken."""
         return self._read(Plan)
 
     def take_back_plan(self, last: Plan | None) -> None:

@@ -25,6 +25,10 @@ from paramserver_node.setting_checks import shown
 
 WATCH_S = 0.5
 REDIS_TIMEOUT_S = 3.0
+OPTIONS = ("shards", "workers", "schedulers", "port", "host", "insecure", "allow", "redis", "appendfsync")
+"""The fields of a plan that are options; where one is not given, it is as before."""
+OWN_REDIS = "own"
+"""Given as `--redis`, it stands for the Redis that `up` starts, in place of the one of before or PARAMSERVER_REDIS."""
 
 
 def up(
@@ -34,7 +38,7 @@ def up(
     schedulers: Annotated[int, typer.Option(min=1, max=9, help="Schedulers: one leads, the others stand by.")] = 1,
     redis: Annotated[
         str | None,
-        typer.Option(help="URL of a running Redis; default: PARAMSERVER_REDIS, else one is started."),
+        typer.Option(help="URL of a running Redis, or own: one is started. Default: PARAMSERVER_REDIS, else own."),
     ] = None,
     appendfsync: Annotated[
         Literal["everysec", "always"],
@@ -63,8 +67,8 @@ def up(
 ) -> None:
     """Start a cluster: Redis, schedulers, shards and workers, restarted when they die.
 
-    Without --detach it runs until Ctrl-C. In a folder that has had a cluster it goes on from that one's data, with the
-    same number of shards, ports and so on: defaults are for a new folder. Examples:
+    Without --detach it runs until Ctrl-C. In a folder that has had a cluster it goes on from that one's data, with its
+    number of shards, --port and so on: defaults are for a new folder. Examples:
 
         psctl up                                      two shards, in this terminal
 
@@ -82,7 +86,8 @@ def up(
     plan = Plan(
         shards,
         workers,
-        redis_url(redis) if lifeline is None else None,  # that of `ps.local()` is its own, whatever is configured here
+        # Whatever is configured here is not for `ps.local()`.
+        redis_url(redis) if redis != OWN_REDIS and lifeline is None else None,
         host,
         port,
         allow=allow or [ALLOWED_BY_DEFAULT],
@@ -90,14 +95,14 @@ def up(
         schedulers=schedulers,
         appendfsync=appendfsync,
     )
-    last = folder.plan()
+    last = _last_plan(ctx, folder)
     plan, kept = _as_before(ctx, last, plan)
     if plan.redis is not None:
         if plan.appendfsync != "everysec":
             raise typer.BadParameter(
                 "it is for a Redis that psctl up starts, and this one is yours", param_hint="--appendfsync"
             )
-        _check_redis(plan.redis)
+        _check_redis(plan.redis, kept="--redis " in kept)
     if not detach:
         unwind.on_signals()  # SIGTERM becomes an exception, so that this process ends after its cluster
     launched = launch.launch(folder, plan, detach=detach, lifeline=lifeline)
@@ -126,6 +131,18 @@ def up(
             raise Failed(f"the cluster is up, but its description could not be printed: {e.strerror}") from None
 
 
+def _last_plan(ctx: typer.Context, folder: StateDir) -> Plan | None:
+    """Return the folder's plan, None if it has none.  Raises Failed if it is not one that `up` could have written."""
+    try:
+        plan = folder.plan()
+        for option in ctx.command.params if plan is not None else []:
+            if option.name in OPTIONS:
+                option.process_value(ctx, getattr(plan, option.name))
+    except (ValueError, TypeError, typer.BadParameter) as e:
+        raise Failed(f"{folder.path / 'plan.json'}, the options of before, cannot be used: {e} (delete it)") from None
+    return plan
+
+
 def _as_before(ctx: typer.Context, last: Plan | None, plan: Plan) -> tuple[Plan, str]:
     """Return the plan with what the folder's last one had where no option is given.
 
@@ -134,7 +151,8 @@ def _as_before(ctx: typer.Context, last: Plan | None, plan: Plan) -> tuple[Plan,
     if last is None:
         return plan, ""
     new = Plan()
-    names = ["shards", "workers", "schedulers", "port", "host", "insecure", "allow", "redis", "appendfsync"]
+    # A cluster of `ps.local()` is one process's own: it has the data of before, and what was promised of that.
+    names = OPTIONS if ctx.params["lifeline"] is None else ("allow", "redis", "appendfsync")
     given = {n for n in names if getattr(ctx.get_parameter_source(n), "name", "") != "DEFAULT"}
     if "host" in given:
         given.add("insecure")  # it was said of another address
@@ -149,7 +167,7 @@ def _as_before(ctx: typer.Context, last: Plan | None, plan: Plan) -> tuple[Plan,
     return replace(plan, **kept), " ".join(options)
 
 
-def _check_redis(url: str) -> None:
+def _check_redis(url: str, *, kept: bool) -> None:
     """Raise Unavailable (`storage_unavailable`) if this Redis cannot be used; the nodes would wait for it silently."""
     import redis
 
@@ -161,8 +179,8 @@ def _check_redis(url: str) -> None:
     except redis.RedisError as e:
         raise problem(
             "storage_unavailable",
-            f"the Redis at {shown(url)} cannot be used: {e}",
-            hint="start it, or correct --redis or PARAMSERVER_REDIS; where neither is set, psctl up starts one itself",
+            f"the Redis at {shown(url)}{', the one of before,' if kept else ''} cannot be used: {e}",
+            hint="start it, or name another with --redis or PARAMSERVER_REDIS; with --redis own, psctl up starts one",
         ) from None
 
 

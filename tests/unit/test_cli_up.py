@@ -13,6 +13,9 @@ from paramserver_cli.main import app
 from paramserver_cli.state_directory import Plan, StateDir
 
 REDIS = "redis://:secret@10.0.0.3:6379/0"
+LOCAL = "--shards 1 --workers 0 --lifeline 5"
+"""What `ps.local()` gives."""
+CHECK_REDIS = up._check_redis
 
 
 @pytest.fixture(autouse=True)
@@ -25,7 +28,7 @@ def nothing_starts(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr("paramserver_cli.up.launch.launch", launch)
     for name in ("_check_redis", "_wait", "_print_summary"):
-        monkeypatch.setattr(up, name, lambda *_: None)
+        monkeypatch.setattr(up, name, lambda *_, **__: None)
 
 
 def planned(folder: Path, *options: str) -> tuple[Plan | None, str]:
@@ -47,6 +50,10 @@ def planned(folder: Path, *options: str) -> tuple[Plan | None, str]:
         ("--allow a --allow b", "", Plan(allow=["a", "b"]), "--allow a --allow b"),
         ("--host 0.0.0.0 --insecure", "", Plan(host="0.0.0.0", insecure=True), "--host 0.0.0.0 --insecure"),
         ("--host 0.0.0.0 --insecure", "--host ::", Plan(host="::"), ""),
+        (f"--redis {REDIS} --workers 4", "--redis own", Plan(workers=4), "as before: --workers 4 ("),
+        ("--host 0.0.0.0 --insecure --port 8800 --schedulers 2", LOCAL, Plan(shards=1), ""),
+        ("--appendfsync always --allow a", LOCAL, Plan(1, allow=["a"], appendfsync="always"), "--appendfsync always ("),
+        (f"--redis {REDIS}", LOCAL, Plan(1, redis=REDIS), "--redis 'redis://:***@10.0.0.3:6379/0'"),
     ],
 )
 def test_options_that_are_not_given_are_as_before(
@@ -87,3 +94,30 @@ def test_ctrl_c_leaves_the_plan_of_a_cluster_that_was_ready(tmp_path: Path, monk
 
     assert done.exit_code == 130, done.output
     assert planned(tmp_path / "new")[0] == Plan(shards=3)
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"shards": "x"}', '{"shards": 0}', '{"appendfsync": "no"}'])
+def test_a_plan_that_cannot_be_read_is_a_line_that_says_what_to_do(tmp_path: Path, text: str) -> None:
+    """A `plan.json` that is broken, as after a power cut, or edited wrongly, is named, and no traceback."""
+    (tmp_path / "plan.json").write_text(text)
+
+    done = CliRunner().invoke(app, ["up", "--detach", "--state-dir", str(tmp_path)])
+
+    assert done.exit_code == 1
+    assert done.stderr.startswith(f"psctl: {tmp_path / 'plan.json'}, the options of before, cannot be used: ")
+    assert done.stderr.endswith(" (delete it)\n")
+    assert (tmp_path / "plan.json").read_text() == text
+
+
+def test_a_redis_of_before_that_is_gone_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the Redis of the last cluster does not answer any more, `up` says that it is that one, and what to do."""
+    gone = "redis://127.0.0.1:1/0"
+    planned(tmp_path / "new", "--redis", gone)
+    monkeypatch.setattr(up, "_check_redis", CHECK_REDIS)
+
+    done = CliRunner().invoke(app, ["up", "--detach", "--state-dir", str(tmp_path / "new")])
+
+    assert done.exit_code == 3
+    assert f"the Redis at {gone}, the one of before, cannot be used" in done.stderr
+    assert "--redis own" in done.stderr
+    assert planned(tmp_path / "new", "--redis", "own")[0] == Plan()
