@@ -24,6 +24,11 @@ def of_pairs(pairs: Any) -> RangeArray:
     return np.array(rows, np.int64).reshape(-1, 2)
 
 
+def of_bytes(data: bytes) -> RangeArray:
+    """Return the ranges whose array has these bytes, little-endian.  Raises ValueError for half a range."""
+    return np.frombuffer(data, np.int64).reshape(-1, 2)
+
+
 def elements(ranges: RangeArray) -> int:
     """Return the number of elements in all of them together."""
     return int((ranges[:, 1] - ranges[:, 0]).sum())

@@ -128,7 +128,7 @@ def decode_header(buf: Buffer, of: type[H]) -> tuple[H, int]:
 def _read_ranges(_kind: type, raw: object) -> RangeArray:
     """Return the ranges of a header, which may also be a list of pairs; `_check_parts` checks what they are."""
     if isinstance(raw, bytes) and len(raw) % RANGE_BYTES == 0:
-        return np.frombuffer(raw, np.int64).reshape(-1, 2)
+        return range_arrays.of_bytes(raw)
     if isinstance(raw, list) and len(raw) > limits.RANGES_PER_REQUEST_MAX:
         raise _too_many(len(raw))
     try:
