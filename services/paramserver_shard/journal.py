@@ -21,6 +21,7 @@ import numpy as np
 from redis.asyncio import Redis
 from zlib_ng import zlib_ng
 
+from paramserver.core.ranges import of_bytes
 from paramserver.core.shard.journal import JournalEntry
 from paramserver.errors import PsError, problem
 from paramserver.limits import JOURNAL_SCRIPT_BYTES, MIB, PARTITION_BYTES_MAX
@@ -28,8 +29,8 @@ from paramserver.types import AnyArray, PartitionKey, Token
 from paramserver_node import redis as node_redis
 from paramserver_shard.scripts import Script, ScriptRunner
 
-FORMAT: Final = "1.1"
-"""Format of an entry."""
+FORMAT: Final = "1.2"
+"""Format of an entry.  In 1.1, which is still read, ranges were lists of pairs; now they are an array's bytes."""
 _INLINE_BYTES: Final = 1 * MIB
 """Groups of at most this size are encoded on the event loop, larger ones in a thread."""
 _PAGE_BYTES: Final = 16 * MIB
@@ -37,7 +38,7 @@ _PAGE_ENTRIES_MAX: Final = 1024
 _PAGE_GROWTH: Final = 4
 """The next page may have at most this many times as many entries: large ones may follow small ones."""
 
-_READ: Final = (FORMAT,)
+_READ: Final = ("1.1", FORMAT)
 """A new field of an entry raises FORMAT; beside its own a version reads that of the previous minor version."""
 
 _Page = Sequence[tuple[bytes, dict[bytes, bytes]]]
@@ -197,7 +198,7 @@ def encode(entry: JournalEntry) -> tuple[bytes, bytes | memoryview]:
             "head": dict(entry.head),
             "arrays": [[a.dtype.str, a.nbytes] for a in arrays],
         },
-        default=np.ndarray.tolist,  # ranges
+        default=np.ndarray.tobytes,  # ranges
     )
     views = [a.data.cast("B") if a.nbytes else memoryview(b"") for a in arrays]
     data = views[0] if len(views) == 1 else b"".join(views)
@@ -223,7 +224,10 @@ def decode(key: PartitionKey, lsn: int, fields: dict[bytes, bytes]) -> JournalEn
     for dtype, size in document["arrays"]:
         arrays.append(np.frombuffer(data[at : at + size], dtype))
         at += size
-    return JournalEntry(key, document["token"], lsn, document["kind"], document["head"], tuple(arrays))
+    entry_head = document["head"]
+    if isinstance(entry_head.get("ranges"), bytes):
+        entry_head["ranges"] = of_bytes(entry_head["ranges"])
+    return JournalEntry(key, document["token"], lsn, document["kind"], entry_head, tuple(arrays))
 
 
 def _decoded_page(key: PartitionKey, first: int, page: _Page) -> list[JournalEntry]:

@@ -189,16 +189,16 @@ class NameService:
 
 
 def _check_ranges(known: KnownModel, selection: Selection) -> None:
-    """Raise RequestError (`too_large`) for a push of which one shard would get more ranges than a frame may have.
+    """Raise RequestError (`too_large`) for what has more ranges of one shard than a frame may have.
 
-    That shard would refuse its part when others have applied theirs.
+    That shard would refuse its part: of a push when others have applied theirs, of a pull unless it is asked itself.
     """
     counts = Counter[str]()
     for part in selection.parts:
         counts[known.owners[part.partition][0]] += part.range_count
     if (most := max(counts.values(), default=0)) > limits.RANGES_PER_REQUEST_MAX:
-        detail = f"{most} ranges go to one shard; at most {limits.RANGES_PER_REQUEST_MAX} are allowed"
-        raise problem("too_large", detail, hint="send them in several pushes", where="ranges")
+        detail = f"{most} ranges lie on one shard; at most {limits.RANGES_PER_REQUEST_MAX} are allowed"
+        raise problem("too_large", detail, hint="send them in several requests", where="ranges")
 
 
 def version_of(parts: Sequence[GotPart]) -> tuple[int, int]:
@@ -311,7 +311,9 @@ def _read_pull(known: KnownModel, r: Reader, *, ranged: bool = True) -> PullRequ
         r.fail("names", "is empty; leave it out to pull everything")
     if r.errors:
         raise combined(r.errors)
-    return PullRequest(select(known.layout, names, ranges), min_version, min_clock, wait_s, dtype)
+    selection = select(known.layout, names, ranges)
+    _check_ranges(known, selection)
+    return PullRequest(selection, min_version, min_clock, wait_s, dtype)
 
 
 def _read_tensors(

@@ -1,11 +1,12 @@
 """The stored form of snapshots: head and arrays of a capture, as a stream that is cut into blocks, and a manifest.
 
-This is format 1.2. Format 1.1, where push windows were lists of pushes, is still read.
+This is format 1.3. Format 1.2, where the ranges of held gradients were lists in the head, is still read.
 """
 
 import json
 import struct
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
 from typing import Any, Final
 
 import msgpack
@@ -17,8 +18,8 @@ from paramserver.errors import PsError, problem
 from paramserver.limits import SNAPSHOT_BLOCK_BYTES
 from paramserver.types import U8, AnyArray
 
-FORMAT: Final = "1.2"
-_READ: Final = ("1.1", FORMAT)
+FORMAT: Final = "1.3"
+_READ: Final = ("1.2", FORMAT)
 _ALIGN: Final = 64
 _HELD_FIELDS: Final = ("worker", "epoch", "clock", "seq", "base", "scale", "ranges", "dtype")
 
@@ -27,7 +28,11 @@ Entry = Mapping[str, Any]
 
 
 def to_stored(capture: Capture) -> tuple[dict[str, Any], tuple[AnyArray, ...]]:
-    """Return a capture's head and its arrays: values, slots, buffered and staged gradients, in this order."""
+    """Return a capture's head and its arrays: values, slots, buffered and staged gradients, in this order.
+
+    A gradient of ranges is two arrays, its elements and its ranges: in the head there could be more than a hundred
+    MiB of them, made into bytes while the event loop waits.
+    """
     head = {
         "version": capture.version,
         "clock": capture.clock,
@@ -39,34 +44,44 @@ def to_stored(capture: Capture) -> tuple[dict[str, Any], tuple[AnyArray, ...]]:
         "staged": [_fields(part) for part in capture.staged],
         "settings": dict(capture.settings),
     }
-    waiting = (part.data for part in (*capture.buffered, *capture.staged))
+    waiting = chain.from_iterable(map(_arrays, (*capture.buffered, *capture.staged)))
     return head, (capture.state.values, *capture.state.slots, *waiting)
 
 
 def from_stored(head: Mapping[str, Any], arrays: Sequence[AnyArray]) -> LoadedState:
     """Rebuild the state that `to_stored` wrote."""
-    slots, rest = int(head["slots"]), arrays[1 + int(head["slots"]) :]
-    buffered = head["held"]
+    slots = int(head["slots"])
+    rest = list(arrays[:slots:-1])
+    buffered, staged = (tuple([_held(h, rest) for h in head[of]]) for of in ("held", "staged"))
+    if rest:
+        raise ValueError("more arrays than the head names")
     return LoadedState(
         PartitionState(arrays[0], tuple(arrays[1 : 1 + slots]), tuple(int(s) for s in head["steps"])),
         int(head["version"]),
         int(head["clock"]),
         head["memory"],
-        tuple(_held(h, data) for h, data in zip(buffered, rest[: len(buffered)], strict=True)),
+        buffered,
         stored=True,
         lsn=int(head["lsn"]),
-        staged=tuple(_held(h, data) for h, data in zip(head["staged"], rest[len(buffered) :], strict=True)),
+        staged=staged,
         settings=head["settings"],
     )
 
 
 def _fields(part: HeldPart) -> dict[str, Any]:
     fields = {f: getattr(part, f) for f in _HELD_FIELDS}
-    return fields if part.ranges is None else fields | {"ranges": part.ranges.tolist()}
+    return fields if part.ranges is None else fields | {"ranges": True}
 
 
-def _held(head: Mapping[str, Any], data: AnyArray) -> HeldPart:
-    base, ranges = head["base"], head["ranges"]
+def _arrays(part: HeldPart) -> tuple[AnyArray, ...]:
+    return (part.data,) if part.ranges is None else (part.data, part.ranges.reshape(-1))
+
+
+def _held(head: Mapping[str, Any], rest: list[AnyArray]) -> HeldPart:
+    """Rebuild a held gradient; its arrays are the last of `rest`, which are taken away."""
+    base, data, ranges = head["base"], rest.pop(), head["ranges"]
+    if ranges is not None:  # a list before format 1.3
+        ranges = rest.pop().reshape(-1, 2) if ranges is True else of_pairs(ranges)
     return HeldPart(
         head["worker"],
         head["epoch"],
@@ -74,7 +89,7 @@ def _held(head: Mapping[str, Any], data: AnyArray) -> HeldPart:
         head["seq"],
         None if base is None else (base[0], base[1]),
         head["scale"],
-        None if ranges is None else of_pairs(ranges),
+        ranges,
         data,
         head["dtype"],
     )

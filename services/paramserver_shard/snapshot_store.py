@@ -294,7 +294,7 @@ class SnapshotStore:
         """
         try:
             loaded = await self._read(key, entry)
-        except (ValueError, TypeError, KeyError, OverflowError):
+        except (ValueError, TypeError, LookupError, OverflowError):
             loaded = None
         if loaded is None:
             self._damaged.add((key, entry["name"]))

@@ -471,9 +471,9 @@ async def restore(redis: Redis, name: str) -> None:
             await redis.xadd(stream, {"h": data, "d": base64.b64decode(body)}, id=rest[:-2])
 
 
-@pytest.mark.parametrize("name", ["1.1", "1.2"])
+@pytest.mark.parametrize("name", ["1.2", "1.3"])
 async def test_stored_formats_of_today_and_one_minor_older_are_read(redis: Redis, name: str) -> None:
-    """Snapshots in the current format and one minor version older are read, and so is the current journal."""
+    """Snapshots and journals in the current format and one minor version older are read."""
     await restore(redis, name)
     key = PartitionKey(ModelKey("golden", 2), 1)
     scripts = ScriptRunner(redis)
@@ -502,22 +502,23 @@ async def test_stored_formats_of_today_and_one_minor_older_are_read(redis: Redis
         (n, 1 + n % 2, ["run/w0", 2, n]) for n in (8, 9, 10)
     ]
     assert entries[1].arrays[1].tolist() == list(range(9))
+    assert np.array_equal(entries[1].head["ranges"], [[0, 3]])
 
 
 async def test_what_is_written_today_is_what_the_golden_file_says(redis: Redis, redis_url: str) -> None:
     """Storing the golden partition gives the bytes of the golden file: a change needs a new format number."""
-    assert await generate.write(redis_url) == json.loads((GOLDEN / "1.2.json").read_text())
+    assert await generate.write(redis_url) == json.loads((GOLDEN / "1.3.json").read_text())
 
 
-@pytest.mark.parametrize("newer", ["1.3", "2.0"])
+@pytest.mark.parametrize("newer", ["1.4", "2.0"])
 async def test_newer_formats_are_refused_by_name(redis: Redis, newer: str) -> None:
     """A manifest, snapshot or journal entry of a newer format raises `CorruptState` that names the format."""
     key = PartitionKey(ModelKey("golden", 2), 1)
     scripts = ScriptRunner(redis)
     store = SnapshotStore(redis, scripts, BufferPool(), asyncio.get_running_loop().time, 1e12)
-    await restore(redis, "1.2")
+    await restore(redis, "1.3")
     text: Any = await redis.get(f"{{{key}}}:manifest")
-    await redis.set(f"{{{key}}}:manifest", text.replace(b'{"format":"1.2"', f'{{"format":"{newer}"'.encode(), 1))
+    await redis.set(f"{{{key}}}:manifest", text.replace(b'{"format":"1.3"', f'{{"format":"{newer}"'.encode(), 1))
     with pytest.raises(CorruptState, match=f"format {newer}"):
         await store.manifest(key)
     entry = json.loads(text)["snapshots"][0]
@@ -525,7 +526,7 @@ async def test_newer_formats_are_refused_by_name(redis: Redis, newer: str) -> No
     with pytest.raises(CorruptState, match=f"a snapshot in .* has format {newer}"):
         await store.manifest(key)
     block: Any = await redis.get(f"{{{key}}}:snap:{entry['name']}:0")
-    block = block.replace(b"\xa31.2", b"\xa3" + newer.encode(), 1)
+    block = block.replace(b"\xa31.3", b"\xa3" + newer.encode(), 1)
     await redis.set(f"{{{key}}}:snap:{entry['name']}:0", block)
     with pytest.raises(CorruptState, match=f"a snapshot has format {newer}"):
         await store.read(key, entry | {"crc32": [zlib_ng.crc32(block)]})
@@ -533,7 +534,7 @@ async def test_newer_formats_are_refused_by_name(redis: Redis, newer: str) -> No
     stream: Any = await redis.xrange(name)
     await redis.delete(name)
     for lsn, fields in stream:
-        await redis.xadd(name, {**fields, b"h": fields[b"h"].replace(b"\xa31.1", b"\xa3" + newer.encode(), 1)}, id=lsn)
+        await redis.xadd(name, {**fields, b"h": fields[b"h"].replace(b"\xa31.2", b"\xa3" + newer.encode(), 1)}, id=lsn)
     with pytest.raises(CorruptState, match=newer):
         await Journal(redis, scripts).read(key, 7)
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
-from paramserver.limits import MIB
+from paramserver.limits import MIB, RANGES_PER_REQUEST_MAX
 from paramserver.wire.frame import (
     MEDIA_TYPE,
     PullFrame,
@@ -111,6 +111,22 @@ def test_ranges_address_flat_elements(model: Model) -> None:
     assert answer["params"] == {"w": [0.0, 1.0, 2.0, 0.0, 0.0, 3.0, 4.0, 0.0]}
     problem(model.push({"w": [1.0]}, ranges={"w": [[24, 25]]}), 422, "invalid_range")
     problem(model.push({"w": [1.0]}, ranges={"w": [[0, 2]]}), 422, "invalid_shape")
+
+
+def test_a_pull_by_name_has_as_many_ranges_wherever_it_is_asked(rest_cluster: Nodes) -> None:
+    """A pull with more ranges of one shard than a frame may have is refused by that shard as by the other."""
+    model = Model(rest_cluster, params={"w": {"shape": [8 * RANGES_PER_REQUEST_MAX]}})
+    begins = [model.layout.bounds[p] for p in model.owned(0)[:2]]
+    assert len(begins) == 2
+    half = RANGES_PER_REQUEST_MAX // 2
+
+    def answers(*counts: int) -> list[httpx.Response]:
+        spans = [[at + 2 * i, at + 2 * i + 1] for at, n in zip(begins, counts, strict=True) for i in range(n)]
+        return [model.ask("/pull", {"ranges": {"w": spans}}, shard) for shard in (0, 1)]
+
+    assert [len(a.json()["params"]["w"]) for a in answers(half, half)] == [2 * half] * 2
+    for answer in answers(half, half + 1):
+        problem(answer, 413, "too_large")
 
 
 def test_names_are_patterns_and_dtypes_are_converted(rest_cluster: Nodes) -> None:

@@ -85,7 +85,17 @@ def test_ranges_that_are_not_sorted_and_disjoint_are_found(pairs: list[tuple[int
 
 
 @pytest.mark.parametrize(
-    "bad", [5, [5], [(1, 2, 3)], [(0, 1.5)], np.zeros((2, 3), int), np.zeros((2, 2)), [(0, 1 << 63)]]
+    "bad",
+    [
+        5,
+        [5],
+        [(1, 2, 3)],
+        [(0, 1.5)],
+        np.zeros((2, 3), int),
+        np.zeros((2, 2)),
+        [(0, 1 << 63)],
+        [(1 << 63, (1 << 64) - 1)],
+    ],
 )
 def test_what_is_no_pair_of_integers_is_no_range(bad: Any) -> None:
     """Numbers, triples and fractions are no ranges."""

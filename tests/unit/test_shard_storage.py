@@ -1,6 +1,7 @@
 """A journaling shard whose Redis is away, cannot fsync, has lost data, or names another owner."""
 
 import json
+import tracemalloc
 
 import numpy as np
 import pytest
@@ -8,9 +9,10 @@ from msgspec.structs import replace
 from tests.refusals import refused_with
 
 from paramserver import limits
+from paramserver.core.partition_state import Capture, HeldPart, PartitionState
 from paramserver.core.shard.effects import Journal, StoreSnapshot
 from paramserver.core.shard.events import Journaled, JournalLost, JournalRefused, SnapshotDone, StorageChanged
-from paramserver.types import PushId
+from paramserver.types import ModelKey, PartitionKey, PushId
 from paramserver_shard import snapshot_format
 
 from .partitions import WORKERS, apply, complete, done, entries, ones, pending, refused, slow
@@ -213,6 +215,30 @@ def test_a_snapshot_is_cut_into_blocks_of_bounded_size(monkeypatch: pytest.Monke
 
     assert [len(b) for b in blocks] == [16, 16, 16, 16]
     assert b"".join(blocks) == b"head...." + b"".join(a.tobytes() for a in arrays)
+
+
+def test_the_ranges_of_waiting_gradients_are_not_copied_before_they_are_written() -> None:
+    """The head of a snapshot, which is made on the event loop, is small however many ranges wait."""
+    ranges, data = np.arange(2 * limits.RANGES_PER_REQUEST_MAX).reshape(-1, 2), np.ones(2, np.float32)
+    state = PartitionState(np.ones(2, np.float32), (), (0,))
+    held = tuple([HeldPart("w", 1, 0, i, None, 1.0, ranges + 2 * i, data, "float32") for i in range(40)])
+    tracemalloc.start()
+    try:
+        for n in (0, 20, 40):
+            capture = Capture(PartitionKey(ModelKey("m", 1), 0), 1, 1, 0, state, {}, buffered=held[:n], staged=held[n:])
+            head, arrays = snapshot_format.to_stored(capture)
+            assert len(snapshot_format.encode_head(head, arrays)) < 1 << 14
+            back = snapshot_format.from_stored(head, arrays)
+            assert [h.seq for h in (*back.buffered, *back.staged)] == list(range(40))
+            assert all(np.array_equal(a.ranges, b.ranges) for a, b in zip(back.buffered, held[:n], strict=True))  # type: ignore[arg-type]
+            assert len(back.staged) == 40 - n
+        assert tracemalloc.get_traced_memory()[1] < 1 << 20
+    finally:
+        tracemalloc.stop()
+    with pytest.raises(ValueError, match="more arrays"):
+        snapshot_format.from_stored(head, (*arrays, data))
+    with pytest.raises(LookupError):
+        snapshot_format.from_stored(head, arrays[:-1])
 
 
 def test_a_manifest_that_is_damaged_or_newer_is_refused() -> None:

@@ -168,14 +168,6 @@ def test_a_snapshot_makes_anew_only_the_windows_that_have_changed() -> None:
         assert again.epoch("run/w2") == 2
 
 
-def test_windows_that_an_earlier_version_stored_are_read() -> None:
-    """Formats before 1.2 listed each push by itself, with a late one's version inverted."""
-    memory = PushMemory.restore({"windows": [["run/w", 3, 70, [9, 1, 5], [70, 2, ~6]], ["w", 1, -1]]})
-    known = [memory.check(PushId("run/w", 3, seq), None, crc) for seq, crc in ((9, 1), (70, 2), (10, 1))]
-    assert known == [EarlierAnswer(5, False), EarlierAnswer(6, True), None]
-    assert memory.epoch("w") == 1
-
-
 @pytest.mark.parametrize("index", [0, 1])
 @pytest.mark.parametrize("consistency", [{"mode": "async"}, {"mode": "sync"}, {"mode": "buffered", "count": 3}])
 def test_content_counts_whenever_it_is_looked_at(consistency: dict[str, Any], index: int) -> None:

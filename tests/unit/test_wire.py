@@ -159,6 +159,7 @@ def test_a_newer_frame_format_is_refused_by_name() -> None:
         ({"parts": [[0, None, struct.pack("<4Q", 3, 5, 4, 6)]]}, "invalid_range"),
         ({"parts": [[0, None, struct.pack("<2Q", 3, 1 << 63)]]}, "invalid_range"),
         ({"parts": [[p, None, RANGES[p:]] for p in range(2)]}, "too_large"),
+        ({"parts": [[0, None, [[0, 1]] * (limits.RANGES_PER_REQUEST_MAX + 1)]]}, "too_large"),
         ({"map": 1}, "malformed"),
     ],
 )
@@ -233,6 +234,21 @@ def test_a_header_that_claims_more_than_it_holds_allocates_nothing(claim: bytes)
     finally:
         tracemalloc.stop()
     assert caught.value.code == "malformed"
+
+
+@pytest.mark.parametrize(
+    "ranges", [["a" * 5000, *[""] * 10000], [b"a" * 5000, *[b""] * 10000], [[]] * 30000, [[False, True]]]
+)
+def test_ranges_that_are_no_pairs_take_no_memory(ranges: list[Any]) -> None:
+    """A list that is not of pairs of integers is refused before an array is made of it."""
+    data = frame.encode_header(spelled_out(PUSH) | {"parts": [[0, None, ranges]]})
+    tracemalloc.start()
+    try:
+        with refused_with("malformed", RequestError):
+            frame.decode_header(data, frame.PushFrame)
+        assert tracemalloc.get_traced_memory()[1] < 4 << 20
+    finally:
+        tracemalloc.stop()
 
 
 scrambled = st.recursive(

@@ -16,9 +16,17 @@ def of_pairs(pairs: Any) -> RangeArray:
     if isinstance(pairs, list | tuple | np.ndarray):
         found = np.asarray(pairs)
         if found.dtype.kind in "iu" and found.ndim == 2 and found.shape[1] == 2:
-            return found.astype(np.int64)
+            out = found.astype(np.int64)
+            if found.dtype.kind == "u" and (out < 0).any():
+                raise OverflowError("a range ends beyond 2^63 - 1")
+            return out
     rows = [(operator.index(start), operator.index(stop)) for start, stop in pairs]
     return np.array(rows, np.int64).reshape(-1, 2)
+
+
+def of_bytes(data: bytes) -> RangeArray:
+    """Return the ranges whose array has these bytes, little-endian.  Raises ValueError for half a range."""
+    return np.frombuffer(data, np.int64).reshape(-1, 2)
 
 
 def elements(ranges: RangeArray) -> int:

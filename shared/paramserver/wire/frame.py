@@ -27,7 +27,7 @@ from paramserver.codecs.codec import Codec
 from paramserver.core import ranges as range_arrays
 from paramserver.core.fields import MODEL_NAME
 from paramserver.core.ranges import RangeArray
-from paramserver.errors import problem
+from paramserver.errors import PsError, problem
 from paramserver.types import ITEMSIZE, AnyArray, PushId
 from paramserver.wire.bounded import Buffer
 
@@ -45,6 +45,7 @@ ModelName: TypeAlias = Annotated[str, Meta(pattern=rf"\A(?:{MODEL_NAME.pattern})
 FILE_NAME: Final = re.compile(r"[A-Za-z0-9]{1,64}")
 """Names of the files that a shard lends."""
 FileName: TypeAlias = Annotated[str, Meta(pattern=rf"\A(?:{FILE_NAME.pattern})\Z")]
+_PAIRS: Final = list[tuple[Count, Count]]
 PullPart: TypeAlias = tuple[Count, RangeArray | None]
 """(partition, ranges relative to it; None: the whole partition)."""
 PullParts: TypeAlias = Annotated[Sequence[PullPart], Meta(max_length=limits.PARTITIONS_MAX)]
@@ -127,11 +128,14 @@ def decode_header(buf: Buffer, of: type[H]) -> tuple[H, int]:
 def _read_ranges(_kind: type, raw: object) -> RangeArray:
     """Return the ranges of a header, which may also be a list of pairs; `_check_parts` checks what they are."""
     if isinstance(raw, bytes) and len(raw) % RANGE_BYTES == 0:
-        return np.frombuffer(raw, np.int64).reshape(-1, 2)
+        return range_arrays.of_bytes(raw)
+    if isinstance(raw, list) and len(raw) > limits.RANGES_PER_REQUEST_MAX:
+        raise _too_many(len(raw))
     try:
-        return range_arrays.of_pairs(raw)
-    except (TypeError, ValueError, OverflowError):
+        pairs = msgspec.convert(raw, _PAIRS)  # first: NumPy makes arrays of anything, of any size
+    except msgspec.ValidationError:
         raise ValueError(f"ranges are pairs of integers, or {RANGE_BYTES} bytes each") from None
+    return range_arrays.of_pairs(pairs)
 
 
 @cache
@@ -154,8 +158,12 @@ def _check_parts(parts: Iterable[tuple[int, RangeArray | None]]) -> None:
             shown = f"{ranges[:3].tolist()!r:.60}"
             raise problem("invalid_range", f"ranges are sorted, disjoint [start, stop) pairs, not {shown}")
     if total > limits.RANGES_PER_REQUEST_MAX:
-        detail = f"the frame names {total} ranges; at most {limits.RANGES_PER_REQUEST_MAX} are allowed"
-        raise problem("too_large", detail)
+        raise _too_many(total)
+
+
+def _too_many(count: int) -> PsError:
+    detail = f"the frame names {count} ranges; at most {limits.RANGES_PER_REQUEST_MAX} are allowed"
+    return problem("too_large", detail)
 
 
 def _check_dtype(dtype: str) -> None:

@@ -1,8 +1,8 @@
 """Write the stored form of one partition in this version's format, which later versions must read.
 
-    python -m tests.golden.stored.generate 1.2
+    python -m tests.golden.stored.generate 1.3
 
-Files of earlier formats are never regenerated: `1.1.json` was written by the version before.
+Files of earlier formats are never regenerated: `1.2.json` was written by the version before.
 """
 
 import asyncio
@@ -58,7 +58,14 @@ def entries(first: int, last: int) -> list[JournalEntry]:
     """Return journal entries of one or two arrays."""
     out = []
     for lsn in range(first, last + 1):
-        head = {"version": lsn - 1, "id": ["run/w0", 2, lsn], "key": None, "crc": 7, "ranges": [[0, 3]], "rate": 0.1}
+        head = {
+            "version": lsn - 1,
+            "id": ["run/w0", 2, lsn],
+            "key": None,
+            "crc": 7,
+            "ranges": of_pairs([(0, 3)]),
+            "rate": 0.1,
+        }
         arrays = (np.full(3, lsn, np.float32), np.arange(lsn, dtype=np.uint16))
         out.append(JournalEntry(KEY, TOKEN, lsn, "push", head, arrays[: 1 + lsn % 2]))
     return out

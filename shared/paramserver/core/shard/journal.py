@@ -3,8 +3,8 @@
 Replaying an entry needs nothing but the partition's state before it: no time, no roster, no scheduler (semantics 7).
 Entries exist for models whose acknowledgement level is `journaled` or `fsynced`.
 
-Heads hold plain msgpack values; until it is written, `ranges` is an array.  Every head has `version`, the partition's
-version after the command; by kind:
+Heads hold plain msgpack values; but `ranges` is an array, or a list of pairs that an earlier version wrote.  Every head
+has `version`, the partition's version after the command; by kind:
 
 - `push` (applied at once): `id` [worker, epoch, seq] or None, `key` (Idempotency-Key) or None, `crc`, `dtype`,
   `ranges` [[start, stop], ...] or None for the whole partition, `rate` (the learning rate after schedule, linear
@@ -55,7 +55,7 @@ class JournalEntry(Struct, frozen=True):
     def nbytes(self) -> int:
         """Approximate size in bytes, as counted against bounds."""
         ranges = self.head.get("ranges")
-        return _HEAD_BYTES + (0 if ranges is None else 18 * len(ranges)) + sum(a.nbytes for a in self.arrays)
+        return _HEAD_BYTES + (0 if ranges is None else 16 * len(ranges)) + sum(a.nbytes for a in self.arrays)
 
 
 Step = tuple[float, list[float]]

@@ -197,17 +197,10 @@ class PushMemory:
 
     @classmethod
     def restore(cls, exported: Mapping[str, Any]) -> "PushMemory":
-        """Return the memory that `export` was called on, in this version or one that stored each push by itself."""
+        """Return the memory that `export` was called on."""
         memory = cls()
-        for worker, epoch, highest, *pushes in exported.get("windows", ()):
-            if pushes and isinstance(pushes[0], bytes):
-                window = Window.of((worker, epoch, highest, pushes[0]))
-            else:  # snapshots of formats before 1.2
-                window = Window(epoch)
-                for seq, crc, version in sorted(pushes):
-                    window.record(seq, crc, version if version >= 0 else ~version, version < 0)
-                window.highest = highest
-            memory._among(worker)[worker] = window
+        for worker, epoch, highest, data in exported.get("windows", ()):
+            memory._among(worker)[worker] = Window.of((worker, epoch, highest, data))
         for digest, crc, version in exported.get("keys", ()):
             memory._keys[bytes(digest)] = (crc, version)
         return memory
