@@ -7,14 +7,18 @@ import pytest
 from jsonschema import Draft202012Validator
 from starlette.routing import Route
 
+from paramserver.core.heartbeat_rows import CutRow, LostRow, ReleasedRow, ServedRow
 from paramserver.core.optimizer_spec import OPTIMIZERS
 from paramserver.core.param_spec import InitSpec
+from paramserver.core.scheduler import io
 from paramserver.core.spec import ConsistencySpec, ModelSpec
 from paramserver.wire.frame import MEDIA_TYPE
 from paramserver_node import roles
 from paramserver_scheduler.app import make_app
 from paramserver_scheduler.routes.models import TOKEN_CHARS
 from paramserver_scheduler.spec_schema import SPEC
+
+from .scheduling import Driver
 
 APP = make_app()
 DOCUMENT = APP.openapi()
@@ -108,6 +112,16 @@ def test_every_successful_status_is_named() -> None:
     for path in ("/models", "/models/{m}/tasks"):
         assert {"200", "201"} <= paths[path]["post"]["responses"].keys()
     assert {"200", "206", "304"} <= paths["/models/{m}/checkpoints/{name}/{file}"]["get"]["responses"].keys()
+
+
+def test_the_rows_of_a_shards_heartbeat_are_those_that_the_core_takes() -> None:
+    """The example is a heartbeat that the core accepts, and the descriptions name as many values as each row has."""
+    body = DOCUMENT["paths"]["/internal/shards/{name}"]["put"]["requestBody"]["content"]["application/json"]
+    fields = body["schema"]["properties"]
+    for name, row in {"partitions": ServedRow, "cuts": CutRow, "released": ReleasedRow, "lost": LostRow}.items():
+        assert len(fields[name]["description"].split(",")) == len(row._fields), name
+
+    Driver("s0").ask(lambda n: io.ShardHeartbeat(n, "s0", **body["example"]))
 
 
 def spec(**fields: Any) -> dict[str, Any]:
