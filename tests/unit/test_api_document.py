@@ -6,9 +6,10 @@ from typing import Any
 import pytest
 from jsonschema import Draft202012Validator
 from starlette.routing import Route
+from tests.refusals import refused_with
 
 from paramserver.core.heartbeat_rows import CutRow, LostRow, ReleasedRow, ServedRow
-from paramserver.core.optimizer_spec import OPTIMIZERS
+from paramserver.core.optimizer_spec import OPTIMIZERS, ScheduleSpec
 from paramserver.core.param_spec import InitSpec
 from paramserver.core.scheduler import io
 from paramserver.core.spec import ConsistencySpec, ModelSpec
@@ -154,3 +155,26 @@ def test_the_schema_of_a_spec_has_each_schedule_and_initializer(kind: str, sched
     checker.validate(whole)
     assert not checker.is_valid({**whole, "params": {"w": {"shape": [4], "init": {**init, "zzz": 1}}}})
     assert not checker.is_valid({**whole, "optimizer": {"momentum": 0.5}})  # as sgd, the first, has none
+
+
+@pytest.mark.parametrize("kind", [*InitSpec.KINDS, *ScheduleSpec.KINDS])
+def test_the_schema_of_a_spec_requires_the_fields_of_a_kind_that_have_no_default(kind: str) -> None:
+    """Of an initializer or schedule with its kind alone, schema and core say the same; their defaults are the same."""
+    part: dict[str, Any] = {"kind": kind}
+    asked: dict[str, Any] = {"name": "m", "params": {"w": {"shape": [2, 3]}}}
+    if kind in InitSpec.KINDS:
+        asked["params"]["w"]["init"] = part
+        told = SPEC["properties"]["params"]["additionalProperties"]["properties"]["init"]
+    else:
+        asked["optimizer"] = {"schedule": part}
+        told = SPEC["properties"]["optimizer"]["anyOf"][0]["properties"]["schedule"]
+    (variant,) = [v for v in told["anyOf"] if v["properties"]["kind"]["const"] == kind]
+    lacking = set(variant["required"]) - {"kind"}
+    assert Draft202012Validator(SPEC).is_valid(asked) == (not lacking)
+    if lacking:
+        with refused_with("invalid_field", match="is required"):
+            ModelSpec.parse(asked)
+        part |= {name: "a.safetensors" if name == "path" else 2 for name in lacking}
+    document = ModelSpec.parse(asked).document()
+    read = document["params"]["w"]["init"] if kind in InitSpec.KINDS else document["optimizer"]["schedule"]
+    assert read == part | {name: s["default"] for name, s in variant["properties"].items() if "default" in s}
