@@ -119,7 +119,8 @@ def test_the_rows_of_a_shards_heartbeat_are_those_that_the_core_takes() -> None:
     """The example is a heartbeat that the core accepts, and the descriptions name as many values as each row has."""
     body = DOCUMENT["paths"]["/internal/shards/{name}"]["put"]["requestBody"]["content"]["application/json"]
     fields = body["schema"]["properties"]
-    for name, row in {"partitions": ServedRow, "cuts": CutRow, "released": ReleasedRow, "lost": LostRow}.items():
+    rows: dict[str, Any] = {"partitions": ServedRow, "cuts": CutRow, "released": ReleasedRow, "lost": LostRow}
+    for name, row in rows.items():
         assert len(fields[name]["description"].split(",")) == len(row._fields), name
 
     Driver("s0").ask(lambda n: io.ShardHeartbeat(n, "s0", **body["example"]))

@@ -293,6 +293,24 @@ async def test_a_checkpoint_of_another_creation_is_not_restored_for_this_ones(tm
             await jobs.restore("m", "mine", "m", None)
 
 
+async def test_a_model_created_while_the_checkpoint_is_read_is_not_restored_for_the_one_before(tmp_path: Path) -> None:
+    """With `generation`, a restore sets that creation or none; the values of the next one of that name stay."""
+    d, shards = saved(tmp_path), Mock(restore=AsyncMock())
+    async with asyncio.TaskGroup() as group:
+        jobs = with_runtime(d, tmp_path, group, others=Mock(), shards=shards)
+        read = jobs._store.read
+
+        def slowly(*args: Any) -> Any:
+            d.ask(lambda n: io.DeleteModel(n, "m"))
+            d.model()
+            return read(*args)
+
+        jobs._store = cast(Any, Mock(read=slowly))
+        with refused_with("model_replaced"):
+            await jobs.restore("m", "mine", "m", None, generation=1)
+    assert not shards.restore.await_count
+
+
 def held(version: int) -> list[tuple[StateFrame, PartitionState]]:
     """Return the only partition of a model at that version, as its shard sends it."""
     return [(StateFrame("m", 1, 0, version, 0, 64, 0, (0,)), PartitionState(np.zeros(64, np.float32), (), (0,)))]
