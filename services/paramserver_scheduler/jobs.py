@@ -69,7 +69,7 @@ class Jobs:
 
     def start(self, effect: io.Effect) -> None:
         """Start the job of an effect without blocking."""
-        work: Coroutine[Any, Any, None]
+        work: Coroutine[Any, Any, object]
         match effect:
             case io.WriteCheckpoint():
                 work = self._write(effect)
@@ -318,13 +318,20 @@ class Jobs:
             self._runtime.send(io.FilesLoaded(effect.model, list(effect.files)))
 
     async def _forget(self, model: ModelKey) -> None:
-        await self._delete(f"{{{model}/*", lambda key: True)
-        self._runtime.send(io.ModelForgotten(model))
+        if await self._delete(f"{{{model}/*", lambda key: True):
+            self._runtime.send(io.ModelForgotten(model))
 
-    async def _delete(self, match: str, concerned: Callable[[bytes], bool]) -> None:
-        """Delete these keys twice: the second pass finds what a shard was writing when it heard of a deletion."""
+    async def _delete(self, match: str, concerned: Callable[[bytes], bool]) -> bool:
+        """Delete these keys twice: the second pass finds what a shard was writing when it heard of a deletion.
+
+        Returns False if another scheduler leads by now, which does this itself, and may have given a generation again.
+        """
         passes = 0
         while passes < 2:
+            try:
+                await self._runtime.check_leads()
+            except PsError:
+                return False
             try:
                 keys = [k async for k in self._redis.scan_iter(match=match, count=SCAN_COUNT) if concerned(k)]
                 for at in range(0, len(keys), SCAN_COUNT):
@@ -334,6 +341,7 @@ class Jobs:
                 log.warning("keys.stay match=%s %s", match, e)
             if passes < 2:
                 await asyncio.sleep(SETTLE_S)
+        return True
 
     def _owner(self, model: ModelKey) -> Owner:
         return lambda index: self._read.owner(model, index)
