@@ -332,8 +332,8 @@ class Move(Answer):
 class Memory(Answer):
     """A shard's memory."""
 
-    limit_bytes: int | None = _of(8589934592, "null: not known")
-    used_bytes: int | None = _of(734003200, "null: not known")
+    limit_bytes: int = _of(8589934592, "0: not known")
+    used_bytes: int = _of(734003200, "0: not known")
 
 
 class Shard(Answer):

@@ -220,7 +220,8 @@ class ShardHeartbeat(Body):
     epoch: Count
     metrics: dict[str, Any] = {}
     partitions: Many[Many[Any]] = Field(
-        [], description="[model, generation, index, token, version, durable_version, revision, commits_from]"
+        [],
+        description="[model, generation, index, token, version, durable_version, revision, commits_from, from_version]",
     )
     cuts: Many[Many[Any]] = Field([], description="[model, generation, index, token, clock]")
     released: Many[Many[Any]] = Field([], description="[model, generation, index, token, version, release]")

@@ -269,7 +269,7 @@ class History:
         for name in sorted(degraded - self._degraded):
             self.add(now, "shard_degraded", f"shard {name} cannot store its snapshots, or load a partition", "bad")
         for name in sorted(self._degraded - degraded):
-            self.add(now, "shard_recovered", f"shard {name} stores its snapshots again", "good")
+            self.add(now, "shard_recovered", f"shard {name} can store and load all its partitions again", "good")
         self._degraded = degraded
 
     def _note_divergence(self, models: Sequence[ModelStatus], now: float) -> None:

@@ -69,7 +69,7 @@ class Jobs:
 
     def start(self, effect: io.Effect) -> None:
         """Start the job of an effect without blocking."""
-        work: Coroutine[Any, Any, None]
+        work: Coroutine[Any, Any, object]
         match effect:
             case io.WriteCheckpoint():
                 work = self._write(effect)
@@ -110,10 +110,8 @@ class Jobs:
         up.  Raises PsError; FencedError (`model_replaced`) if `source` exists in another `generation`; InDoubt if this
         scheduler ceases to lead meanwhile.
         """
-        if generation is not None:
-            with suppress(NotFoundError):  # it may have been deleted: its checkpoints outlive it
-                self._read.key(source, generation)
-        work = self._group.create_task(self._restore(source, name, target, partitions, exist_ok or source == target))
+        run = self._restore(source, name, target, partitions, exist_ok or source == target, generation)
+        work = self._group.create_task(run)
         try:
             outcome = await asyncio.shield(work)
         except asyncio.CancelledError:
@@ -127,25 +125,28 @@ class Jobs:
         return outcome
 
     async def _restore(
-        self, source: str, name: str, target: str, partitions: int | None, exist_ok: bool
+        self, source: str, name: str, target: str, partitions: int | None, exist_ok: bool, generation: int | None
     ) -> Answer | PsError:
         """Restore, unless `target` is being restored; returns errors, because raising one would end the task group."""
         if target in self._restoring:
             return problem("conflict", f"model '{target}' is already being restored")
         self._restoring.add(target)
         try:
-            return await self._run_restore(source, name, target, partitions, exist_ok)
+            return await self._run_restore(source, name, target, partitions, exist_ok, generation)
         except Exception as e:
             return problem_of(e)
         finally:
             self._restoring.remove(target)
 
-    async def _run_restore(self, source: str, name: str, target: str, partitions: int | None, exist_ok: bool) -> Answer:
-        held = await self._found(source, name)
+    async def _run_restore(
+        self, source: str, name: str, target: str, partitions: int | None, exist_ok: bool, generation: int | None
+    ) -> Answer:
+        held = await self._found(source, name, generation)
         workers = await asyncio.to_thread(check_states, held.states_in(target))
         ask = self._runtime.ask
         try:
-            model: ModelKey | None = self._read.key(target)
+            # Again: reading the checkpoint has taken a while.
+            model: ModelKey | None = self._read.key(target, generation if target == source else None)
         except NotFoundError:
             model = None
         begin: Callable[[int], io.Event]
@@ -182,11 +183,12 @@ class Jobs:
             raise error from e
         return Answer(answer.status, done.body)
 
-    async def _found(self, model: str, name: str) -> Checkpoint:
+    async def _found(self, model: str, name: str, generation: int | None) -> Checkpoint:
         """Read a checkpoint by name, `latest` or `best`, from another scheduler if only that one has it."""
         holder: str | None = None
         creation: str | None = None
         try:
+            self._read.key(model, generation)
             record = self._read.checkpoint(model, name)
             creation = self._read.creation(model)
         except NotFoundError:  # the model or the record is gone: the checkpoints on disk count
@@ -316,13 +318,20 @@ class Jobs:
             self._runtime.send(io.FilesLoaded(effect.model, list(effect.files)))
 
     async def _forget(self, model: ModelKey) -> None:
-        await self._delete(f"{{{model}/*", lambda key: True)
-        self._runtime.send(io.ModelForgotten(model))
+        if await self._delete(f"{{{model}/*", lambda key: True):
+            self._runtime.send(io.ModelForgotten(model))
 
-    async def _delete(self, match: str, concerned: Callable[[bytes], bool]) -> None:
-        """Delete these keys twice: the second pass finds what a shard was writing when it heard of a deletion."""
+    async def _delete(self, match: str, concerned: Callable[[bytes], bool]) -> bool:
+        """Delete these keys twice: the second pass finds what a shard was writing when it heard of a deletion.
+
+        Returns False if another scheduler leads by now, which does this itself, and may have given a generation again.
+        """
         passes = 0
         while passes < 2:
+            try:
+                await self._runtime.check_leads()
+            except PsError:
+                return False
             try:
                 keys = [k async for k in self._redis.scan_iter(match=match, count=SCAN_COUNT) if concerned(k)]
                 for at in range(0, len(keys), SCAN_COUNT):
@@ -332,6 +341,7 @@ class Jobs:
                 log.warning("keys.stay match=%s %s", match, e)
             if passes < 2:
                 await asyncio.sleep(SETTLE_S)
+        return True
 
     def _owner(self, model: ModelKey) -> Owner:
         return lambda index: self._read.owner(model, index)

@@ -30,7 +30,7 @@ class RedisFile:
         """What is wrong, in words; empty if nothing is known to be."""
         self._whole = 0
         """How many writes Redis had refused when it began the last rewrite that succeeded, if it is known."""
-        self._asked = (0, 0)
+        self._asked: tuple[int, int] | None = None
         """The same of the last rewrite that was asked for, and how many rewrites Redis had begun before that."""
 
     async def watch(self, redis: Redis) -> None:
@@ -49,7 +49,7 @@ class RedisFile:
         refused = int((await redis.info("errorstats")).get("errorstat_MISCONF", {"count": 0})["count"])
         self._whole = min(self._whole, refused)  # Redis counts from its start
         if refused == self._whole:
-            self.problem, self._asked = "", (0, 0)
+            self.problem, self._asked = "", None
             return INTERVAL_S
         state: Mapping[str, Any] = await redis.info("persistence")
         if not state["aof_enabled"] or "aof_rewrites" not in state:  # there is no such file, or Redis is older
@@ -57,13 +57,13 @@ class RedisFile:
             return INTERVAL_S
         if state["aof_last_write_status"] != "ok" or state["aof_rewrite_in_progress"] or state["aof_rewrite_scheduled"]:
             return INTERVAL_S
-        asked_at, rewrites = self._asked
-        if asked_at == refused and state["aof_rewrites"] > rewrites:
-            if state["aof_last_bgrewrite_status"] == "ok":
+        if self._asked is not None and state["aof_rewrites"] > self._asked[1]:
+            if state["aof_last_bgrewrite_status"] != "ok":  # whatever was refused while it filled the disk
+                return self._failed("it failed, see its log")
+            if refused == self._asked[0]:
                 self._whole = refused
                 log.info("redis.rewritten")
                 return INTERVAL_S
-            return self._failed("it failed, see its log")
         self._asked = (refused, state["aof_rewrites"])
         self.problem = (
             "Redis could not write to its disk for a while, and may not start again until it has rewritten its"
@@ -76,6 +76,6 @@ class RedisFile:
         return INTERVAL_S
 
     def _failed(self, why: str) -> float:
-        self._asked = (0, 0)
+        self._asked = None
         log.warning("redis.not_rewritten %s", why)
         return RETRY_S

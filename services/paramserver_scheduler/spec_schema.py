@@ -39,20 +39,29 @@ def _kinds(
     fields: Mapping[str, Schema],
     defaults: Mapping[str, Mapping[str, Any]] = {},
 ) -> Schema:
-    """An object whose field `tag` decides which others it has; the first kind is that of an object without it."""
+    """An object whose field `tag` decides which others it has; the first kind is that of an object without it.
+
+    `defaults` are those of each kind, instead of those in `fields`; None is none.  A field without one is required.
+    """
     variants: list[Schema] = []
     for kind, own in kinds.items():
-        named = {n: {**fields[n], **({"default": defaults[kind][n]} if kind in defaults else {})} for n in own}
+        named = {n: dict(fields[n]) for n in own}
+        for n, default in defaults.get(kind, {}).items():
+            named[n].pop("default", None)
+            if default is not None:
+                named[n]["default"] = default
+        required = [n for n in own if "default" not in named[n]]
         shared = {n: fields[n] for n in common}
-        variants.append(_object({tag: {"const": kind}, **named, **shared}, [tag] if variants else []))
+        variants.append(_object({tag: {"const": kind}, **named, **shared}, [*([tag] if variants else []), *required]))
     return {"anyOf": variants}
 
 
+_NAME: Final[Schema] = {"type": "string", "pattern": f"^{MODEL_NAME.pattern}$"}
 _INIT: Final = _kinds(
     "kind",
     InitSpec.KINDS,
     (),
-    _fields(InitSpec, mode=_choice(FANS, FANS[0]), nonlinearity=_choice(NONLINEARITIES, "leaky_relu")),
+    _fields(InitSpec, mode=_choice(FANS, FANS[0]), nonlinearity=_choice(NONLINEARITIES, "leaky_relu"), path=_NAME),
 )
 _SHAPE: Final[Schema] = {
     "type": "array",
@@ -61,7 +70,7 @@ _SHAPE: Final[Schema] = {
     "description": "[] is a single number",
 }
 _PARAM: Final = _fields(ParamSpec, shape=_SHAPE, dtype=_choice(ITEMSIZE, "float32"), init=_INIT)
-_SCHEDULE: Final = _kinds("kind", ScheduleSpec.KINDS, ("warmup",), _fields(ScheduleSpec))
+_SCHEDULE: Final = _kinds("kind", ScheduleSpec.KINDS, ("warmup",), _fields(ScheduleSpec), ScheduleSpec.KINDS)
 _PAIR: Final[Schema] = {"type": "array", "items": {"type": "number"}, "minItems": 2, "maxItems": 2}
 _OPTIMIZER: Final = _kinds(
     "name", OPTIMIZERS, COMMON_FIELDS, _fields(OptimizerSpec, betas=_PAIR, schedule=_SCHEDULE), OPTIMIZERS
@@ -74,7 +83,7 @@ _CONSISTENCY: Final = _kinds(
 )
 _MODEL: Final = _fields(
     ModelSpec,
-    name={"type": "string", "pattern": f"^{MODEL_NAME.pattern}$"},
+    name=_NAME,
     params={
         "type": "object",
         "description": "by name, in their order in the flat vector",

@@ -236,7 +236,7 @@ class Membership:
 
     def _metrics(self) -> dict[str, Any]:
         metrics = self._telemetry.rates()
-        if degraded := self._runtime.storage.degraded or self._runtime.core.load_trouble():
+        if degraded := self._runtime.degraded:
             metrics["degraded"] = degraded[:300]
         if self._runtime.storage.redis_away:
             metrics["redis_away"] = True

@@ -133,6 +133,11 @@ class Runtime:
         self.storage = Storage(core, directory, store, self.writer, self.feed, self._spawn)
         self._spawn(self.writer.run())
 
+    @property
+    def degraded(self) -> str:
+        """Why something cannot be stored now, or a partition not be loaded; empty if nothing is wrong."""
+        return self.storage.degraded or self.core.load_trouble()
+
     # -- requests and events
 
     async def push(self, event: PushReceived | SetReceived) -> PushDone:

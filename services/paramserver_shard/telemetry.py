@@ -45,7 +45,9 @@ KEPT: Final = Gauge("paramserver_buffer_kept_bytes", "Pooled memory kept for reu
 HELD: Final = Gauge("paramserver_held_gradient_bytes", "Gradients that wait for their commit or flush")
 HELD_MAX: Final = Gauge("paramserver_held_gradient_limit_bytes", "How much of them this shard holds at most")
 MEMORY_MAX: Final = Gauge("paramserver_shard_memory_limit_bytes", "Memory that this shard counts on")
-DEGRADED: Final = Gauge("paramserver_shard_degraded", "1 while this shard cannot store its snapshots")
+DEGRADED: Final = Gauge(
+    "paramserver_shard_degraded", "1 while this shard cannot store its snapshots, or load a partition"
+)
 JOURNAL_S: Final = Histogram(
     "paramserver_journal_seconds",
     "One write to the journals, of as many entries as waited",
@@ -241,7 +243,7 @@ def show(runtime: "Runtime", pools: Sequence[BufferPool], memory_limit_bytes: in
     HELD_MAX.set_function(lambda: runtime.core.held_bytes_max)
     MEMORY_MAX.set(memory_limit_bytes)
     JOURNAL_WAITING.set_function(lambda: runtime.core.durability.queued_bytes)
-    DEGRADED.set_function(lambda: bool(runtime.storage.degraded))
+    DEGRADED.set_function(lambda: bool(runtime.degraded))
 
 
 def frame_lag(done: PushDone, frame: PushFrame) -> int | None:

@@ -14,6 +14,7 @@ from unittest.mock import AsyncMock, Mock
 import numpy as np
 import pytest
 from msgspec.structs import replace
+from prometheus_client import REGISTRY
 from redis.asyncio import Redis
 from tests.golden.stored import generate
 from zlib_ng import zlib_ng
@@ -48,6 +49,7 @@ from paramserver_shard.runtime import Runtime
 from paramserver_shard.scripts import ScriptRunner
 from paramserver_shard.snapshot_format import pack_manifest, to_stored
 from paramserver_shard.snapshot_store import SaveResult, SnapshotStore
+from paramserver_shard.telemetry import show
 
 pytestmark = pytest.mark.process
 
@@ -324,7 +326,7 @@ async def test_a_partition_whose_snapshots_are_all_damaged_does_not_begin_anew(r
 
 
 async def test_why_a_partition_cannot_be_loaded_is_logged_once(redis: Redis, caplog: pytest.LogCaptureFixture) -> None:
-    """Each attempt to load a partition may find the same damage; only another reason is logged again."""
+    """Each attempt to load it may find the same damage; only another reason is logged again.  The shard is degraded."""
     manifest = f"{{{PartitionKey(ModelKey('m', 3), 0)}}}:manifest"
     await redis.set(manifest, "damaged")
     async with running(redis) as shard, asyncio.timeout(20):
@@ -332,6 +334,8 @@ async def test_why_a_partition_cannot_be_loaded_is_logged_once(redis: Redis, cap
         while p.load_again_s < 4.0:  # two attempts have failed
             await asyncio.sleep(0.005)
         assert [r.levelname for r in caplog.records] == ["WARNING"], caplog.text
+        show(shard.runtime, (), 0)
+        assert REGISTRY.get_sample_value("paramserver_shard_degraded") == 1
         await redis.delete(manifest)
         await redis.set(f"{{{shard.key}}}:saved", "7")
         while p.load_again_s < 8.0:

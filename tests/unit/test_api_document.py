@@ -6,15 +6,20 @@ from typing import Any
 import pytest
 from jsonschema import Draft202012Validator
 from starlette.routing import Route
+from tests.refusals import refused_with
 
-from paramserver.core.optimizer_spec import OPTIMIZERS
+from paramserver.core.heartbeat_rows import CutRow, LostRow, ReleasedRow, ServedRow
+from paramserver.core.optimizer_spec import OPTIMIZERS, ScheduleSpec
 from paramserver.core.param_spec import InitSpec
+from paramserver.core.scheduler import io
 from paramserver.core.spec import ConsistencySpec, ModelSpec
 from paramserver.wire.frame import MEDIA_TYPE
 from paramserver_node import roles
 from paramserver_scheduler.app import make_app
 from paramserver_scheduler.routes.models import TOKEN_CHARS
 from paramserver_scheduler.spec_schema import SPEC
+
+from .scheduling import Driver
 
 APP = make_app()
 DOCUMENT = APP.openapi()
@@ -110,6 +115,17 @@ def test_every_successful_status_is_named() -> None:
     assert {"200", "206", "304"} <= paths["/models/{m}/checkpoints/{name}/{file}"]["get"]["responses"].keys()
 
 
+def test_the_rows_of_a_shards_heartbeat_are_those_that_the_core_takes() -> None:
+    """The example is a heartbeat that the core accepts, and the descriptions name as many values as each row has."""
+    body = DOCUMENT["paths"]["/internal/shards/{name}"]["put"]["requestBody"]["content"]["application/json"]
+    fields = body["schema"]["properties"]
+    rows: dict[str, Any] = {"partitions": ServedRow, "cuts": CutRow, "released": ReleasedRow, "lost": LostRow}
+    for name, row in rows.items():
+        assert len(fields[name]["description"].split(",")) == len(row._fields), name
+
+    Driver("s0").ask(lambda n: io.ShardHeartbeat(n, "s0", **body["example"]))
+
+
 def spec(**fields: Any) -> dict[str, Any]:
     """What the core makes of a request with these fields."""
     return ModelSpec.parse({"name": "m", "params": {"w": {"shape": [4]}}, **fields}).document()
@@ -140,3 +156,26 @@ def test_the_schema_of_a_spec_has_each_schedule_and_initializer(kind: str, sched
     checker.validate(whole)
     assert not checker.is_valid({**whole, "params": {"w": {"shape": [4], "init": {**init, "zzz": 1}}}})
     assert not checker.is_valid({**whole, "optimizer": {"momentum": 0.5}})  # as sgd, the first, has none
+
+
+@pytest.mark.parametrize("kind", [*InitSpec.KINDS, *ScheduleSpec.KINDS])
+def test_the_schema_of_a_spec_requires_the_fields_of_a_kind_that_have_no_default(kind: str) -> None:
+    """Of an initializer or schedule with its kind alone, schema and core say the same; their defaults are the same."""
+    part: dict[str, Any] = {"kind": kind}
+    asked: dict[str, Any] = {"name": "m", "params": {"w": {"shape": [2, 3]}}}
+    if kind in InitSpec.KINDS:
+        asked["params"]["w"]["init"] = part
+        told = SPEC["properties"]["params"]["additionalProperties"]["properties"]["init"]
+    else:
+        asked["optimizer"] = {"schedule": part}
+        told = SPEC["properties"]["optimizer"]["anyOf"][0]["properties"]["schedule"]
+    (variant,) = [v for v in told["anyOf"] if v["properties"]["kind"]["const"] == kind]
+    lacking = set(variant["required"]) - {"kind"}
+    assert Draft202012Validator(SPEC).is_valid(asked) == (not lacking)
+    if lacking:
+        with refused_with("invalid_field", match="is required"):
+            ModelSpec.parse(asked)
+        part |= {name: "a.safetensors" if name == "path" else 2 for name in lacking}
+    document = ModelSpec.parse(asked).document()
+    read = document["params"]["w"]["init"] if kind in InitSpec.KINDS else document["optimizer"]["schedule"]
+    assert read == part | {name: s["default"] for name, s in variant["properties"].items() if "default" in s}

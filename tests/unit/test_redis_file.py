@@ -83,11 +83,14 @@ async def test_writes_that_are_refused_again_want_another_rewrite() -> None:
         await look(file, redis)
 
 
-async def test_a_rewrite_that_failed_is_tried_again_later() -> None:
+@pytest.mark.parametrize("refused", [1, 9])
+async def test_a_rewrite_that_failed_is_tried_again_later(refused: int) -> None:
     """One that the disk lacks the room for is not repeated at once: it fills the disk, and all writes are refused."""
     file, redis = RedisFile(), FakeRedis()
     redis.refused = 1
+    redis.state["aof_last_bgrewrite_status"] = "err"  # of one that nobody here has asked for
     assert await look(file, redis) == INTERVAL_S
+    redis.refused = refused
     redis.ends("err")
     assert await look(file, redis) == RETRY_S
     await look(file, redis)

@@ -7,7 +7,7 @@ import os
 import struct
 import sys
 import weakref
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -293,6 +293,24 @@ async def test_a_checkpoint_of_another_creation_is_not_restored_for_this_ones(tm
             await jobs.restore("m", "mine", "m", None)
 
 
+async def test_a_model_created_while_the_checkpoint_is_read_is_not_restored_for_the_one_before(tmp_path: Path) -> None:
+    """With `generation`, a restore sets that creation or none; the values of the next one of that name stay."""
+    d, shards = saved(tmp_path), Mock(restore=AsyncMock())
+    async with asyncio.TaskGroup() as group:
+        jobs = with_runtime(d, tmp_path, group, others=Mock(), shards=shards)
+        read = jobs._store.read
+
+        def slowly(*args: Any) -> Any:
+            d.ask(lambda n: io.DeleteModel(n, "m"))
+            d.model()
+            return read(*args)
+
+        jobs._store = cast(Any, Mock(read=slowly))
+        with refused_with("model_replaced"):
+            await jobs.restore("m", "mine", "m", None, generation=1)
+    assert not shards.restore.await_count
+
+
 def held(version: int) -> list[tuple[StateFrame, PartitionState]]:
     """Return the only partition of a model at that version, as its shard sends it."""
     return [(StateFrame("m", 1, 0, version, 0, 64, 0, (0,)), PartitionState(np.zeros(64, np.float32), (), (0,)))]
@@ -400,73 +418,6 @@ def test_a_name_that_another_creation_has_is_not_used() -> None:
     with pytest.raises(PsError, match="exists already"):
         d.result(asked)
     assert d.core._c.models["m"].checkpoints.error == "", "only who asked made a mistake"
-
-
-async def test_keys_of_a_model_that_is_gone_are_deleted_once_redis_answers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A deleted model's keys are deleted in two passes, each retried while Redis is away, before that is reported."""
-    monkeypatch.setattr("paramserver_scheduler.jobs.SETTLE_S", 0.0)
-    passes: Iterator[list[bytes] | OSError] = iter([[b"{m.1/0}state"], OSError("away"), []])
-    d = Driver.with_model()
-    d.ask(lambda n: io.DeleteModel(n, "m"))
-    deleted: list[bytes] = []
-
-    async def scan(match: str, count: int) -> AsyncIterator[bytes]:
-        assert match == "{m.1/*"
-        keys = next(passes)
-        if isinstance(keys, OSError):
-            raise keys
-        for key in keys:
-            yield key
-
-    async def unlink(*keys: bytes) -> None:
-        deleted.extend(keys)
-
-    runtime: Any = SimpleNamespace(core=d.core, send=d.do)
-    redis: Any = SimpleNamespace(scan_iter=scan, unlink=unlink)
-    unused: Any = Mock()
-    async with asyncio.TaskGroup() as group:
-        jobs = Jobs(runtime, unused, unused, unused, redis, unused, group, "s")
-        jobs.start(next(w for w in d.work if isinstance(w, io.ForgetModel)))
-
-    assert deleted == [b"{m.1/0}state"]
-    assert next(passes, None) is None
-    assert not [k for k in d.hash if k.startswith("gone")]
-
-
-def test_a_redis_that_came_back_with_older_data_is_rid_of_what_was_deleted_since() -> None:
-    """With the whole state written again, keys of all generations so far that no model has any more are deleted."""
-    d = Driver.with_model()
-    d.model(name="other")
-    d.ask(lambda n: io.DeleteModel(n, "m"))
-    d.work.clear()
-
-    d.empty_redis()
-    d.model()
-
-    (forget,) = d.work
-    assert isinstance(forget, io.ForgetOthers)
-    there = [ModelKey("other", 2), ModelKey("m", 3), ModelKey("later", 4)]
-    assert [m for m in (ModelKey("m", 1), ModelKey("other", 1), *there) if forget.concerns(m)] == [
-        ModelKey("m", 1),
-        ModelKey("other", 1),
-    ]
-
-
-def test_a_new_leader_deletes_what_is_left_of_models_that_are_gone() -> None:
-    """A leader begins by deleting the keys of all generations so far that no model has, and none that come later."""
-    d = Driver.with_model()
-    d.model(name="other")
-    d.ask(lambda n: io.DeleteModel(n, "m"))
-    d.do(io.ModelForgotten(ModelKey("m", 1)))
-    d.send(lambda n: io.CreateModel(n, SPEC, "x"), 1)
-    d.do(io.Tick())
-    d.model(name="later")
-
-    (forget,) = [w for w in d.work if isinstance(w, io.ForgetOthers)]
-    gone = [ModelKey("m", 1), ModelKey("other", 1), ModelKey("never", 3)]
-    there = [ModelKey(m["name"], m["generation"]) for m in d.core.read.models()]
-    assert sorted(k.generation for k in there) == [2, 3, 4]
-    assert [m for m in (*gone, *there) if forget.concerns(m)] == gone
 
 
 async def test_deletions_of_a_checkpoint_are_one_after_the_other(tmp_path: Path) -> None:

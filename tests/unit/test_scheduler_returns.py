@@ -3,7 +3,7 @@
 from paramserver import limits
 from paramserver.core.scheduler import io
 
-from .scheduling import EIGHT, Driver
+from .scheduling import EIGHT, SPEC, Driver, code
 
 
 def stop(d: Driver, *names: str) -> None:
@@ -144,3 +144,23 @@ def test_partitions_that_wait_for_shards_are_placed_also_if_the_leader_changes_m
     assert d.owners() == [None] * 4
     d.wait(0.5)
     assert d.owners() == ["s1"] * 4
+
+
+def test_a_new_model_is_served_while_stored_ones_wait_for_their_shards() -> None:
+    """It waits for no other shard, and is refused if what waits would then lack the memory once all are back."""
+    d = Driver.with_model(**EIGHT)
+    stop(d, "s0", "s1")
+    d.shard("s0")
+    run(d, d.now + 4, partitions=5)
+
+    def create(name: str, elements: int) -> int:
+        shape = {"w": {"shape": [elements]}}
+        return d.send(lambda n: io.CreateModel(n, SPEC | {"name": name, "params": shape, "partitions": 1}, "x"))
+
+    assert code(d, create("large", 2 * 8 + 1)) == "not_enough_memory"  # two of the ten partitions that both can hold
+    small = create("small", 2 * 8)
+    d.beat("s0")
+    assert d.result(small)["state"] == "ready"
+    assert (d.owners("small"), d.owners()) == (["s0"], [None] * 8)
+    d.shard("s1")
+    assert [d.owners().count(name) for name in ("s0", "s1")] == [4, 4]

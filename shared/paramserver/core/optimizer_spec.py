@@ -1,7 +1,7 @@
 """The server-side optimizer of a model: its hyperparameters and its learning rate schedule."""
 
 from collections.abc import Mapping
-from typing import Any, Final, Self
+from typing import Any, ClassVar, Final, Self
 
 from msgspec import Struct, field
 
@@ -22,19 +22,25 @@ class ScheduleSpec(Struct, frozen=True):
     warmup: int = 0
     """Updates over which the rate rises linearly from 1/warmup of its value, before the schedule begins."""
 
-    KINDS = {"constant": (), "step": ("step_size", "gamma"), "exponential": ("gamma",), "cosine": ("t_max", "eta_min")}
+    KINDS: ClassVar[Mapping[str, Mapping[str, float | None]]] = {
+        "constant": {},
+        "step": {"step_size": None, "gamma": 0.1},
+        "exponential": {"gamma": None},
+        "cosine": {"t_max": None, "eta_min": 0.0},
+    }
+    """The fields of each kind and their defaults; None: it is required."""
 
     @classmethod
     def read(cls, data: Any, where: str, errors: list[PsError]) -> Self:
         r = Reader(data, where, errors)
         kind = r.choice("kind", "constant", tuple(cls.KINDS))
         values: dict[str, Any] = {"warmup": r.integer("warmup", 0)}
-        for name in cls.KINDS[kind]:
+        for name, default in cls.KINDS[kind].items():
             if name in ("step_size", "t_max"):
                 values[name] = r.integer(name, 1, 1)
             else:
-                values[name] = r.number(name, 0.1 if name == "gamma" else 0.0, 0.0)
-            if name not in r.data and (name in ("step_size", "t_max") or kind == "exponential"):
+                values[name] = r.number(name, 0.1 if default is None else default, 0.0)
+            if default is None and name not in r.data:
                 r.fail(name, "is required")
         r.done()
         return cls(kind, **values)

@@ -400,6 +400,11 @@ class Cluster:
                     (coming if must_load else training)[name] += COPIES * size
         return {n: self.shards[n].free_bytes(training[n], coming[n]) for n in training}
 
+    def ownerless_bytes(self) -> int:
+        """Bytes of values and optimizer state that no shard owns."""
+        held = (item for model in self.models.values() for item in model.held_bytes().items())
+        return sum(size for (name, _), size in held if name is None)
+
     def addresses(self) -> dict[str, tuple[str, ...]]:
         """Addresses of every shard, by name."""
         return {s.name: s.addresses for s in self.shards.values()}

@@ -80,7 +80,7 @@ class ModelDesk:
         self.c.models[spec.name] = model
         self.c.save_model(model)
         self.c.save_clock(model)
-        self.shards.place(model)
+        self.shards.place(model, wait=False)
         self.c.load_files(model)
         self._park(model, e.request, 201, token, now)
 
@@ -90,13 +90,8 @@ class ModelDesk:
         Raises ConflictError (`not_enough_memory`) if not: accepted anyway, the model would kill one shard after
         another. Nothing is checked while the free memory of a shard is unknown.
         """
-        free = self.c.free_bytes()
-        known = [f for n in self.c.eligible_shards() if (f := free[n]) is not None]
-        if len(known) < len(self.c.eligible_shards()):
-            return
-        needed = COPIES * 4 * spec.size * copies
-        left = sum(known)
-        if needed > left:
+        needed, left = COPIES * 4 * spec.size * copies, self.shards.spare_bytes()
+        if left is not None and needed > left:
             raise problem(
                 "not_enough_memory",
                 f"model '{spec.name}' with {spec.optimizer.name} needs {needed} more bytes (its state and the version"

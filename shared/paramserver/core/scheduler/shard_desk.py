@@ -37,7 +37,7 @@ class ShardDesk:
         self.moves = moves
         self._unheard = set(cluster.live_shards())
         """Shards of the last leader that this one has not heard of yet."""
-        self._expected = self._gone_together() if self._ownerless_bytes() else set()
+        self._expected = self._gone_together() if self.c.ownerless_bytes() else set()
         """Shards that have gone together with one that has come back; until they are back, nothing is placed."""
         self._expected_since_s = now
         """inf once everything has been placed.  At first for partitions that the last leader left waiting."""
@@ -80,16 +80,28 @@ class ShardDesk:
         last_s = max((s.gone_s for s in gone), default=0.0)
         return {s.name for s in gone if last_s - s.gone_s <= TOGETHER_S}
 
-    def _ownerless_bytes(self) -> int:
-        """Bytes of values and optimizer state that no shard owns."""
-        held = (item for m in self.c.models.values() for item in m.held_bytes().items())
-        return sum(size for (name, _), size in held if name is None)
-
     def _have_room(self) -> bool:
         """Whether the live shards can hold what has no owner, of which each would be given as much as the others."""
+        known = [f for f in self._free_bytes() if f is not None]
+        return not known or COPIES * self.c.ownerless_bytes() <= len(known) * min(known)
+
+    def _free_bytes(self) -> list[int | None]:
+        """Memory of each shard that may be given partitions; None if its limit is unknown."""
         free = self.c.free_bytes()
-        known = [f for n in self.c.eligible_shards() if (f := free[n]) is not None]
-        return not known or COPIES * self._ownerless_bytes() <= len(known) * min(known)
+        return [free[n] for n in self.c.eligible_shards()]
+
+    def spare_bytes(self) -> int | None:
+        """Memory that the live shards have for new models; None while that of one is unknown.
+
+        What waits for shards that are expected is to find room as well, if each of these has as much as a live one.
+        """
+        free = self._free_bytes()
+        known = [f for f in free if f is not None]
+        if len(known) < len(free):
+            return None
+        live = sum(known)
+        whole = live * (len(known) + len(self._expected)) // max(1, len(known))
+        return max(0, min(live, whole - COPIES * self.c.ownerless_bytes()))
 
     def _check_redis(self, e: JoinShard) -> None:
         """Raise ConflictError (`conflict`) if the shard's Redis is not the schedulers'."""
@@ -273,9 +285,12 @@ class ShardDesk:
         reload(self.c, model, "init", clock, opening=model.gate.opening)
         self.c.save_model(model)
 
-    def place(self, *models: Model) -> None:
-        """Assign the partitions of these models that have no owner to live shards, unless others are expected."""
-        if self._expected:
+    def place(self, *models: Model, wait: bool = True) -> None:
+        """Assign the partitions of these models that have no owner to live shards.
+
+        With `wait`, only if no others are expected: a new model has nothing that those could load.
+        """
+        if wait and self._expected:
             return
         live = self.c.eligible_shards()
         waiting = [m for m in models if any(o.shard is None for o in m.owners)]
