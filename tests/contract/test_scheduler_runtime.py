@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import ExitStack, asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
-from unittest.mock import Mock
+from unittest.mock import AsyncMock, Mock
 
 import pytest
 from redis import Redis
@@ -126,7 +126,7 @@ async def test_only_keys_of_models_that_are_gone_are_deleted(redis_url: str, mon
         for key in (*stay, "{a.b.1/0}:token", "{a.3/10}:journal", "{a.3/0}:part:1"):
             plain.set(key, 1)
         async with connect(redis_url) as redis, asyncio.TaskGroup() as group:
-            jobs = Jobs(unused, unused, unused, unused, redis, unused, group, "s")
+            jobs = Jobs(Mock(check_leads=AsyncMock()), unused, unused, unused, redis, unused, group, "s")
             jobs.start(io.ForgetOthers(frozenset([ModelKey("a.b", 2)]), 3))
 
         assert {*plain.keys()} == stay
