@@ -3,6 +3,8 @@
 import asyncio
 import socket
 import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 
 import pytest
 
@@ -26,14 +28,26 @@ async def answer(reader: asyncio.StreamReader, within_s: float) -> bytes | None:
         return None
 
 
-async def test_a_link_passes_holds_and_delivers() -> None:
-    """A link forwards bytes, holds those of a cut direction, delivers them when healed, and can delay each chunk."""
+@asynccontextmanager
+async def connected() -> AsyncIterator[tuple[Link, asyncio.StreamReader, asyncio.StreamWriter]]:
+    """A link to a server that echoes, and a connection through it."""
     RECEIVED.clear()
     server = await asyncio.start_server(echo, "127.0.0.1", 0)
     link = Link("a>b", server.sockets[0].getsockname()[1])
     await link.start()
     reader, writer = await asyncio.open_connection("127.0.0.1", link.port)
     try:
+        yield link, reader, writer
+    finally:
+        writer.close()
+        await link.stop()
+        server.close()
+        await server.wait_closed()
+
+
+async def test_a_link_passes_holds_and_delivers() -> None:
+    """A link forwards bytes, holds those of a cut direction, delivers them when healed, and can delay each chunk."""
+    async with connected() as (link, reader, writer):
         writer.write(b"one\n")
         assert await answer(reader, 30.0) == b"ONE\n"
 
@@ -58,22 +72,12 @@ async def test_a_link_passes_holds_and_delivers() -> None:
         writer.write(b"four\n")
         assert await answer(reader, 30.0) == b"FOUR\n"
         assert asyncio.get_running_loop().time() - before >= 0.2, "there and back"
-    finally:
-        writer.close()
-        await link.stop()
-        server.close()
-        await server.wait_closed()
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs a packet filter of Linux")
 async def test_a_link_loses_connections_without_a_word() -> None:
     """What is sent on a lost connection is never acknowledged, so the sender's kernel gives it up; a new one works."""
-    RECEIVED.clear()
-    server = await asyncio.start_server(echo, "127.0.0.1", 0)
-    link = Link("a>b", server.sockets[0].getsockname()[1])
-    await link.start()
-    reader, writer = await asyncio.open_connection("127.0.0.1", link.port)
-    try:
+    async with connected() as (link, reader, writer):
         writer.write(b"one\n")
         assert await answer(reader, 30.0) == b"ONE\n"
         link.lose()
@@ -86,11 +90,6 @@ async def test_a_link_loses_connections_without_a_word() -> None:
         its_writer.write(b"three\n")
         assert await answer(again, 30.0) == b"THREE\n"
         its_writer.close()
-    finally:
-        writer.close()
-        await link.stop()
-        server.close()
-        await server.wait_closed()
 
 
 async def test_a_link_reports_that_nobody_listens() -> None:
