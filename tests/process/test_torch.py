@@ -365,34 +365,6 @@ def test_an_unfrozen_parameter_is_reported_and_can_be_trained(
         eventually(moved, what="a trained parameter")
 
 
-@pytest.mark.parametrize("alone", [False, True])
-@pytest.mark.parametrize("codec", ["fp32", "fp16", "int8"])
-def test_sparse_gradients_are_refused_by_name(client: ps.Client, name: str, codec: str, alone: bool) -> None:
-    """A sparse gradient is refused with its name and remedies before the gradients or a new learning rate are sent.
-
-    Made dense, it is pushed.
-    """
-    table: Any = nn.Embedding(10, 4, sparse=True)
-    net: Any = nn.ModuleDict({"table": table, "last": nn.Linear(4, 1)})
-    with ParameterServerOptimizer(net, client.model(name), ps.SGD(0.05), codec=codec) as opt:
-        rows = table(torch.tensor([1, 2]))
-        (rows if alone else net["last"](rows)).sum().backward()
-        opt.param_groups[0]["lr"] = 0.5
-
-        with pytest.raises(ps.RequestError, match=r"'table\.weight'") as e:
-            opt.step()
-
-        assert e.value.code == "invalid_dtype"
-        assert ".to_dense()" in e.value.hint
-        assert "sparse=False" in e.value.hint
-        said = client.model(name).info()
-        assert (said["version"], said["spec"]["optimizer"]["lr"], opt.worker.clock_number) == (0, 0.05, 0)
-        table.weight.grad = table.weight.grad.to_dense()
-        opt.step()
-        assert opt.pushed is not None
-        assert opt.pushed.state == "applied"
-
-
 @pytest.mark.parametrize("codec", ["fp32", "fp16", "int8", "topk:0.1"])
 def test_the_default_device_of_torch_does_not_matter(client: ps.Client, name: str, codec: str) -> None:
     """Training works on the module's device under another `torch.set_default_device()`."""

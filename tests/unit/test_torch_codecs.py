@@ -28,7 +28,7 @@ if importlib.util.find_spec("torch") is None:
 
 import torch
 
-from paramserver.torch import ParameterServerOptimizer, buffers, device_codecs, fitting
+from paramserver.torch import ParameterServerOptimizer, buffers, device_codecs, fitting, tables
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "codecs" / "codecs.npz"
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA"))]
@@ -262,13 +262,18 @@ def test_a_codec_that_cannot_be_used_is_named(codec: str, pull_codec: str, wrong
     assert (e.value.code, e.value.detail) == ("unknown_codec", f"{wrong} cannot be used here")
 
 
-def test_gradients_that_are_not_dense_are_listed() -> None:
-    """Sparse gradients are listed in one error with a hint; views and None are accepted."""
+def test_gradients_that_are_sparse_in_another_way_are_listed() -> None:
+    """Gradients that are neither dense nor sparse by rows are listed in one error with a hint; all others are taken."""
     rows = torch.tensor([[1.0, 0.0], [0.0, 2.0]])
-    fitting.check_dense({"w": rows, "b": None, "view": rows.t(), "expanded": rows[:1].expand(5, 2)})
-    with pytest.raises(RequestError, match="'coo', 'rows'") as e:
-        fitting.check_dense({"coo": rows.to_sparse(), "w": rows, "rows": rows.to_sparse(1)})
-    assert [(x["code"], x["where"]) for x in e.value.errors] == [("invalid_dtype", "coo"), ("invalid_dtype", "rows")]
+    dense = {"w": rows, "b": None, "view": rows.t(), "expanded": rows[:1].expand(5, 2)}
+    values = torch.tensor([[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]])
+    twice = torch.sparse_coo_tensor([[1, 0, 1]], values, (9, 2), check_invariants=True)
+    found = tables.sparse_rows({**dense, "rows": twice})
+    assert {n: (ids.tolist(), g.tolist()) for n, (ids, g) in found.items()} == {"rows": ([0, 1], [[3, 4], [6, 8]])}
+
+    with pytest.raises(RequestError, match="'coo', 'flat'") as e:
+        tables.sparse_rows({"coo": rows.to_sparse(), "w": rows, "rows": twice, "flat": torch.ones(3, 4, 2).to_sparse()})
+    assert [(x["code"], x["where"]) for x in e.value.errors] == [("invalid_dtype", "coo"), ("invalid_dtype", "flat")]
     assert ".to_dense()" in e.value.hint
 
 

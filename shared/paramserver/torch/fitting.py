@@ -136,18 +136,3 @@ def other_settings(spec: ModelSpec, optimizer: Any, consistency: Any) -> list[st
     if "lr" in asked["optimizer"]:
         asked["optimizer"]["lr"] = have["optimizer"].get("lr")
     return list(differences(have, asked))
-
-
-def check_dense(grads: Mapping[str, Tensor | None]) -> None:
-    """Raise one RequestError (`invalid_dtype`) that lists all gradients in a sparse layout, which cannot be sent."""
-    wrong = {n: g.layout for n, g in grads.items() if g is not None and g.layout != torch.strided}
-    if wrong:
-        raise problem(
-            "invalid_dtype",
-            f"gradients must be dense; these are not: {', '.join(repr(n) for n in wrong)}",
-            hint="use sparse=False for the layer, or set p.grad = p.grad.to_dense() before the step",
-            errors=tuple(
-                {"code": "invalid_dtype", "detail": f"'{n}' has a gradient in {layout}", "where": n}
-                for n, layout in wrong.items()
-            ),
-        )

@@ -7,7 +7,7 @@ import atexit
 import logging
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from contextlib import ExitStack, suppress
 from math import nan
 from time import monotonic
@@ -33,7 +33,9 @@ from paramserver.core.selection import select
 from paramserver.errors import AuthError, ConflictError, NotFoundError, Unavailable, problem
 from paramserver.limits import CLIENT_TIMEOUT_S
 from paramserver.torch.buffers import GradientBuffers, HostGradients, SideStream
-from paramserver.torch.fitting import as_array, as_params, check_dense, check_fit, named_parameters, other_settings
+from paramserver.torch.fitting import as_array, as_params, check_fit, named_parameters, other_settings
+from paramserver.torch.tables import LazyTables, sparse_rows
+from paramserver.types import AnyArray
 from paramserver.wire.tensor import HANDED_OUT
 
 log = logging.getLogger("paramserver")
@@ -68,6 +70,9 @@ class ParameterServerOptimizer(torch.optim.Optimizer):
         codec: encoding of gradients: "fp32", "fp16", "bf16", "int8", "topk:0.01", each optionally followed by "+zstd"
             or "+lz4"; None: that of the `ps.Model` or `ps.Worker` passed, else "fp32".
         pull_codec: encoding of parameters: "fp32", "fp16" or "bf16"; None: the dtypes of the model.
+        lazy_tables: whether the tables of `nn.Embedding(..., sparse=True)`, and of `nn.EmbeddingBag`, are pulled by the
+            rows that each forward pass looks up, instead of whole after each step.  Their other rows in the module are
+            then old, until `pull()`.
         rank: the worker's rank; None: the lowest free one.
         worker: the id to join under; None: a new one.
         partitions, ack: settings of a model created here.
@@ -89,6 +94,7 @@ class ParameterServerOptimizer(torch.optim.Optimizer):
         consistency: Consistency | str | None = None,
         codec: str | None = None,
         pull_codec: str | None = None,
+        lazy_tables: bool = False,
         rank: int | None = None,
         worker: str | None = None,
         partitions: int | None = None,
@@ -129,6 +135,9 @@ class ParameterServerOptimizer(torch.optim.Optimizer):
             else:
                 self._buffers = GradientBuffers(model_map, self._codec, device)
             self._device, self._pull_coding = device, pull.coding if pull else None
+            self._tables = LazyTables(net, self._params, weakref.WeakMethod(self._pull_rows)) if lazy_tables else None
+            if self._tables is not None:
+                stack.callback(self._tables.remove)
             self._allocate_values(model_map)
             self.pull()
             self._leave = stack.pop_all().close
@@ -170,33 +179,80 @@ class ParameterServerOptimizer(torch.optim.Optimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Push the gradients, finish the clock and pull the parameters; return the closure's loss, if there is one.
 
+        Of a sparse gradient, as of `nn.Embedding(..., sparse=True)`, its rows are pushed; the others keep their state.
+
         If the model was rolled back to an earlier clock, the push may be dropped (see `pushed.state`); the parameters
-        are then those of that clock.  Raises RequestError before anything is sent: `invalid_dtype` for sparse
-        gradients, `invalid_field` if the parameter group has a setting besides the rate, which would be ignored.
+        are then those of that clock.  Raises RequestError before anything is sent: `invalid_dtype` for gradients that
+        are sparse in another way, `invalid_encoding` for sparse ones with int8 or topk, `invalid_field` if the
+        parameter group has a setting besides the rate, which would be ignored, or a lazy table a dense gradient.
         """
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
         grads = {n: p.grad for n, p in self._params.items()}
-        check_dense(grads)
+        sparse = self._sparse(grads)
         self._check_group()
         self._sync_learning_rate()
-        dropped = self._push(grads, float(loss.detach()) if isinstance(loss, Tensor) else loss)
+        dropped = self._push(grads, sparse, float(loss.detach()) if isinstance(loss, Tensor) else loss)
         with pulling_after(None if dropped else DONE):
-            self.pull()
+            self._pull_values()
         return loss
 
     def pull(self) -> None:
-        """Copy the model's current parameters into the module, without a step."""
-        self._checked_map()
-        self._values.params = self._worker.pull(out=self._values.params, dtype=self._values.dtype)
-        self._values.copy_to(self._params)
+        """Copy the model's current parameters into the module, without a step; those of lazy tables, too."""
+        model_map = self._pull_values()
+        if self._tables is not None:
+            whole = _Values(model_map.layout, self._dtype, self._device, self._tables.names)
+            whole.pull(self._worker, self._params)
 
-    def _push(self, grads: dict[str, Tensor | None], loss: float | None) -> bool:
+    def _pull_values(self) -> ModelMap:
+        """Copy what is pulled after each step into the module: everything but lazy tables."""
+        model_map = self._checked_map()
+        if self._values is not None:
+            self._values.pull(self._worker, self._params)
+        return model_map
+
+    def _pull_rows(self, name: str, indices: Tensor) -> None:
+        """Copy the rows of a table that are about to be looked up into the module."""
+        self._checked_map()
+        rows = indices.detach().unique()
+        if not len(rows):
+            return
+        held = self._worker.pull(rows={name: as_array(rows)}, dtype=self._dtype)
+        with torch.no_grad():
+            table = self._params[name]
+            table.index_copy_(0, rows.to(table.device), torch.from_numpy(held[name]).to(table))
+
+    def _sparse(self, grads: Mapping[str, Tensor | None]) -> dict[str, tuple[AnyArray, AnyArray]]:
+        """Return row numbers and gradients of the sparse ones, but of those without rows.
+
+        Raises RequestError for what cannot be sent.
+        """
+        sparse = sparse_rows(grads)
+        for name in self._tables.names if self._tables else ():
+            if grads[name] is not None and name not in sparse:
+                raise problem(
+                    "invalid_field",
+                    f"'{name}' is pulled by rows, but has a dense gradient: the module uses it for more than lookups",
+                    hint="lazy_tables=False, or sparse=False for that layer",
+                    where=name,
+                )
+        if sparse and self._codec.per_partition:
+            raise problem(
+                "invalid_encoding",
+                f"codec {self._codec.text} takes whole partitions, not rows of {', '.join(map(repr, sparse))}",
+                hint='codec="fp16" or "fp32", or sparse=False for the layer',
+            )
+        return {n: rows for n, rows in sparse.items() if rows[0].size}
+
+    def _push(
+        self, grads: dict[str, Tensor | None], sparse: dict[str, tuple[AnyArray, AnyArray]], loss: float | None
+    ) -> bool:
         """Push the gradients and finish the clock; return whether the push was dropped, so that nothing counts."""
         model_map = self._checked_map()
         trainable = {n for n, spec in model_map.layout.by_name.items() if spec.trainable}
+        grads = {n: g if g is None or g.layout == torch.strided or n in sparse else None for n, g in grads.items()}
         missing = [n for n, g in grads.items() if g is None and n in trainable]
         present = {n: g for n, g in grads.items() if g is not None}
         self._warn_of_ignored([n for n in present if n not in trainable])
@@ -205,9 +261,10 @@ class ParameterServerOptimizer(torch.optim.Optimizer):
                 self._worker.report(loss=loss)
             self._worker.clock()
             return False
-        if missing and not self._codec.per_partition:  # parameters without a gradient are left out and keep their state
-            arrays = {n: as_array(g) for n, g in present.items()}
-            self.pushed = self._worker.step(arrays, loss=loss, codec=self._codec.text)
+        if sparse or (missing and not self._codec.per_partition):  # what has no gradient is left out, keeps its state
+            arrays = {n: sparse[n][1] if n in sparse else as_array(g) for n, g in present.items()}
+            rows = {n: ids for n, (ids, _) in sparse.items()}
+            self.pushed = self._worker.step(arrays, rows=rows, loss=loss, codec=self._codec.text)
         else:
             self._buffers.arrange(model_map)
             self.pushed = self._worker.step(self._buffers.encode(grads), loss=loss, codec=self._codec.text)
@@ -320,8 +377,10 @@ class ParameterServerOptimizer(torch.optim.Optimizer):
 
     def _allocate_values(self, model_map: ModelMap) -> None:
         """Allocate buffers in this model generation's layout; another generation may order parameters differently."""
-        dtype = wire_dtype(select(model_map.layout), self._pull_coding)
-        self._values, self._generation = _Values(model_map.layout, dtype, self._device), model_map.generation
+        layout, lazy = model_map.layout, self._tables.names if self._tables else ()
+        self._dtype, self._generation = wire_dtype(select(layout), self._pull_coding), model_map.generation
+        names = [n for n in layout.by_name if n not in lazy]
+        self._values = _Values(layout, self._dtype, self._device, names) if names else None
 
     def _map(self) -> ModelMap:
         client = self._client
@@ -345,12 +404,12 @@ class ParameterServerOptimizer(torch.optim.Optimizer):
 
 
 class _Values:
-    """Buffers for pulled parameters: host memory (pinned for CUDA) and a flat buffer on the device."""
+    """Buffers for some pulled parameters: host memory (pinned for CUDA) and a flat buffer on the device."""
 
-    def __init__(self, layout: Any, dtype: str, device: torch.device) -> None:
-        self.dtype = dtype
+    def __init__(self, layout: Any, dtype: str, device: torch.device, names: Collection[str]) -> None:
+        self._dtype, self._names = dtype, names if len(names) < len(layout.by_name) else None
         self._side = SideStream(device)
-        self._selection = select(layout)
+        self._selection = select(layout, self._names)
         numpy_dtype = HANDED_OUT[dtype]
         kind = torch.from_numpy(np.empty(0, numpy_dtype)).dtype
         self._host = torch.empty(self._selection.size, dtype=kind, device="cpu", pin_memory=self._side.cuda)
@@ -360,10 +419,11 @@ class _Values:
             p.name: self._flat[at[i] : at[i + 1]].view(p.shape) for i, p in enumerate(self._selection.params)
         }
         nothing = Origin(layout.spec.name, 0, 0, 0, 0, {})
-        self.params = Params(self._selection, self._host.numpy(), nothing)
+        self._pulled = Params(self._selection, self._host.numpy(), nothing)
 
-    def copy_to(self, params: dict[str, Tensor]) -> None:
-        """Copy the pulled values into the module's parameters."""
+    def pull(self, worker: Worker, params: Mapping[str, Tensor]) -> None:
+        """Pull the values, and copy them into the module's parameters."""
+        self._pulled = worker.pull(self._names, out=self._pulled, dtype=self._dtype)
         if self._side.cuda:
             with self._side.after_current():
                 self._flat.copy_(self._host, non_blocking=True)
