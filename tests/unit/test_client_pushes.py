@@ -14,7 +14,7 @@ from paramserver.client.encoding import Encoding
 from paramserver.core.spec import ConsistencySpec, ModelSpec
 from paramserver.errors import ConflictError, InDoubt, RequestError, problem
 from paramserver.limits import RANGES_PER_REQUEST_MAX
-from paramserver.net.calls import Deadline, Outcome, Request
+from paramserver.net.calls import Deadline, Outcome, Request, Response
 from paramserver.types import AnyArray
 
 from .sharding import A, B, Now, Shards, drive, expected, grads, refusal, terms
@@ -412,3 +412,49 @@ def test_base_versions_go_with_each_partition(shards: Shards, now: Now, cluster:
     drive(transfer.push(cluster, "m", Deadline.after(30, now), grads(), terms(base=p)), shards, now)
 
     assert {(part.partition, part.base) for f in shards.pushes for part in f.parts} == {(i, (0, 9)) for i in range(4)}
+
+
+NO_SCHEDULERS = [
+    Response(404, {}, b"<html>not here</html>"),
+    Response(200, {}, b""),
+    Response(200, {}, b'{"status":"ok"}'),
+    Response(500, {}, b"oops"),
+    refusal("unauthorized"),
+    problem("unreachable", "cannot reach it"),
+]
+
+
+@pytest.mark.parametrize("mode", ["async", "sync"])
+@pytest.mark.parametrize("answer", NO_SCHEDULERS)
+def test_what_answers_in_a_schedulers_place_ends_no_push_that_a_shard_has(
+    shards: Shards, now: Now, cluster: Cluster, answer: Outcome, mode: str
+) -> None:
+    """A push that one shard has accepted is in doubt, whatever is answered instead of a map with the others' owners.
+
+    A gateway whose nodes are away answers for itself, and a token may be revoked meanwhile.
+    """
+    shards.spec = replace(shards.spec, consistency=ConsistencySpec(mode))
+
+    def one_is_away(request: Request) -> Outcome:
+        if request.path == "/models/m" and shards.pushes:
+            return answer
+        away = request.to == B and request.path == "/push"
+        return problem("unreachable", "cannot reach it") if away else shards(request)
+
+    with pytest.raises(InDoubt):
+        drive(transfer.push(cluster, "m", Deadline.after(5, now), grads(), terms()), one_is_away, now)
+
+    assert len(shards.pushes) == 1
+
+
+def test_a_push_to_a_model_that_is_gone_says_so(shards: Shards, now: Now, cluster: Cluster) -> None:
+    """A push whose model is deleted while a shard is away raises that at once: its parts are gone as well."""
+
+    def one_is_away(request: Request) -> Outcome:
+        if request.path == "/models/m" and shards.pushes:
+            return refusal("unknown_model")
+        away = request.to == B and request.path == "/push"
+        return problem("unreachable", "cannot reach it") if away else shards(request)
+
+    with refused_with("unknown_model"):
+        drive(transfer.push(cluster, "m", Deadline.after(5, now), grads(), terms()), one_is_away, now)

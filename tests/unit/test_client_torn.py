@@ -99,6 +99,18 @@ def test_an_iteration_with_a_push_taken_back_starts_again() -> None:
     assert drive(Iterations(session).advance(deadline(), None), node) == 1
 
 
+def test_a_push_in_doubt_is_taken_back_whatever_answers_for_the_scheduler() -> None:
+    """In sync, a worker whose push is in doubt joins again, also if a gateway's own page is all that it is told."""
+    (node, session), now = joined(), Now()
+    node.script["/push"], node.script["/models/m"] = [LOST] * 1000, [Response(404, {}, b"<html>")] * 1000
+    with pytest.raises(InDoubt):
+        drive(session.push(GRAD, Deadline.after(5.0, now)), node, now)
+    node.script.clear()
+    drive(session.push(GRAD, deadline()), node)
+
+    assert (joins(node), node.pushes[-1].epoch) == (2, 2)
+
+
 @pytest.mark.parametrize("moved", ["clock", "timeline"])
 def test_a_gradient_whose_clock_has_passed_while_it_was_in_doubt_is_dropped(moved: str) -> None:
     """If the model went on before the worker joined again, a gradient of the values it had is dropped."""
@@ -205,17 +217,22 @@ def test_a_stream_is_not_clipped_by_a_norm_that_is_not_known() -> None:
     assert drive(session.begin(deadline()), node)[1] is not None
 
 
-def test_a_mode_that_cannot_be_asked_for_is_no_failure_of_a_push(caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize(
+    ("answer", "code"), [(no("unavailable"), "unavailable"), (Response(404, {}, b"<html>"), "not_found")]
+)
+def test_a_mode_that_cannot_be_asked_for_is_no_failure_of_a_push(
+    answer: Outcome, code: str, caplog: pytest.LogCaptureFixture
+) -> None:
     """A push that shows that the mode has changed succeeds although nobody tells the new mode; the next push asks."""
     caplog.set_level(logging.INFO, "paramserver")
     node, now = Node("async"), Now()
     session = opened(node)
     node.mode = "sync"
-    node.script["/models/m"] = [no("unavailable")] * 1000
+    node.script["/models/m"] = [answer] * 1000
 
     assert drive(session.push(GRAD, Deadline.after(5.0, now)), node, now).state == "staged"
     assert session.mode == "async"
-    assert "worker.mode_unknown worker=m/w0 error=unavailable" in caplog.text
+    assert f"worker.mode_unknown worker=m/w0 error={code}" in caplog.text
     node.script["/models/m"] = []
     drive(session.push(GRAD, deadline()), node)
     assert session.mode == "sync"

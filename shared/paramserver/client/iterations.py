@@ -237,7 +237,7 @@ class Iterations:
         if s.timeline == timeline:
             try:
                 yield from s.refresh_mode(deadline)
-            except Unavailable:
+            except PsError:
                 return pushed
             if s.mode != "sync":
                 return pushed

@@ -16,7 +16,7 @@ from paramserver.client.encoding import Draft
 from paramserver.client.frames import Incoming, Outgoing, lacks_norm
 from paramserver.client.same_host import Leased, Slot, is_same_host
 from paramserver.core.selection import Part, Selection
-from paramserver.errors import InDoubt, PsError, StaleMapError, Unavailable, Unreachable, problem
+from paramserver.errors import InDoubt, PsError, StaleMapError, Unreachable, problem
 from paramserver.limits import BODY_BYTES_MAX, RANGES_PER_REQUEST_MAX
 from paramserver.net.calls import (
     Call,
@@ -147,11 +147,16 @@ class Transfer:
         return self._backoff.pause(error)
 
     def _refresh(self) -> Call[None]:
-        """Adopt a newer map if a scheduler answers soon; without one, the shards still serve."""
+        """Adopt a newer map if a scheduler answers soon; without one, the shards still serve.
+
+        Whatever else answers in its place is no news either, of a push that some shards may have.
+        """
         soon = Deadline.after(min(REFRESH_S, self.deadline.left_s()), self.deadline.clock)
         try:
             fresh = yield from self.cluster.map_of(self.model_map.name, soon, newer_than=self.model_map)
-        except Unavailable:
+        except PsError as e:
+            if e.code in _GONE:
+                raise
             return
         if fresh.generation != self.model_map.generation:
             raise problem("model_replaced", f"model '{fresh.name}' was deleted and created again", hint="pull again")

@@ -22,7 +22,7 @@ from paramserver.client.turns import Held, Turn
 from paramserver.codecs.codec import Codec
 from paramserver.core.layout import Layout
 from paramserver.core.selection import Names, Ranges, listed
-from paramserver.errors import InDoubt, PsError, Unavailable, problem
+from paramserver.errors import InDoubt, PsError, problem
 from paramserver.net.calls import Call, Deadline, Pause
 from paramserver.types import DTypeLike
 
@@ -320,7 +320,7 @@ class Session(Membership):
         if (done.state == "staged") != (self.mode == "sync"):
             try:
                 yield from self.refresh_mode(deadline)  # the mode was changed a moment ago
-            except Unavailable as e:  # the push was accepted all the same; the heartbeat tries again
+            except PsError as e:  # the push was accepted all the same; the heartbeat tries again
                 log.info("worker.mode_unknown worker=%s error=%s", self.worker, e.code)
 
     def pushpull(self, grads: Grads, deadline: Deadline, *, out: Params | None = None, **options: Any) -> Call[Params]:
