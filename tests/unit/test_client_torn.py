@@ -111,6 +111,45 @@ def test_a_push_in_doubt_is_taken_back_whatever_answers_for_the_scheduler() -> N
     assert (joins(node), node.pushes[-1].epoch) == (2, 2)
 
 
+def became_sync() -> tuple[Node, Session]:
+    """Return a synchronous node, and the session of a worker there that knows the timeline, but not the mode yet."""
+    node, session = joined("async")
+    node.mode, node.timeline = "sync", 1
+    node.script[BEAT] = [no("rolled_back", timeline=1, clock=0)]
+    drive(session.beat(deadline()), node)
+    assert (session.mode, session.timeline) == ("async", 1)
+    return node, session
+
+
+@pytest.mark.parametrize("how", ["in doubt", "interrupted"])
+def test_a_push_is_taken_back_by_a_worker_that_learns_of_sync_after_it(how: str) -> None:
+    """A push that only some shards may have staged is taken back once its worker knows that the model is in sync."""
+    node, session = became_sync()
+    if how == "in doubt":
+        in_doubt(node, session)
+    else:
+        pushing = session.push(GRAD, deadline())
+        next(pushing)
+        with pytest.raises(KeyboardInterrupt):
+            pushing.throw(KeyboardInterrupt())
+    drive(session.refresh_mode(deadline()), node)
+    drive(session.push(GRAD, deadline()), node)
+
+    assert (joins(node), node.pushes[-1].epoch) == (2, 2)
+
+
+def test_a_step_that_is_taken_back_with_a_push_before_it_is_dropped() -> None:
+    """A step says `dropped` if it has shown that the model is in sync, and what its epoch had staged is taken back."""
+    node, session = became_sync()
+    in_doubt(node, session)
+    step = Iterations(session).step
+
+    assert drive(step(GRAD, {}, deadline(), None), node).state == "dropped"
+    assert (joins(node), session.clock) == (2, 0)
+    assert drive(step(GRAD, {}, deadline(), None), node).state == "staged"
+    assert (joins(node), session.clock) == (2, 1)
+
+
 @pytest.mark.parametrize("moved", ["clock", "timeline"])
 def test_a_gradient_whose_clock_has_passed_while_it_was_in_doubt_is_dropped(moved: str) -> None:
     """If the model went on before the worker joined again, a gradient of the values it had is dropped."""

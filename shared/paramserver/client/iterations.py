@@ -211,7 +211,7 @@ class Iterations:
         The hint of an error says that the gradient counts, because the caller must not push it again.
         """
         s = self._session
-        reported = s.reported
+        reported, accepted = s.reported, s.pushed
         try:
             if released is not None:
                 yield from s.continue_at(*released, until=until)
@@ -221,8 +221,11 @@ class Iterations:
             raise _hinting(e, PUSHED) from e
         if ended == "late":
             return replace(pushed, late=True)
-        if ended == "kept" and pushed.state == "staged" and reported is not None:
-            return (yield from self._kept(pushed, reported, deadline))
+        if ended == "kept" and pushed.state == "staged":
+            if reported is not None:
+                return (yield from self._kept(pushed, reported, deadline))
+            if accepted is not None and accepted[0] != s.numbers.epoch:
+                return DROPPED  # what an ended epoch has staged, and not reported, is in no commit
         return pushed
 
     def _kept(self, pushed: Pushed, reported: tuple[int, int, int], deadline: Deadline) -> Call[Pushed]:

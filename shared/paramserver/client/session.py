@@ -57,7 +57,7 @@ class Session(Membership):
         self.reported: tuple[int, int, int] | None = None
         """(epoch, timeline, clock) of the last iteration that may have been reported finished; see `begin`."""
         self._torn = 0
-        """sync: the epoch in which a push may have reached some shards but not all; see `rejoin_if_torn`."""
+        """The epoch in which a push may have reached some shards but not all; see `rejoin_if_torn`."""
 
     # -------------------------------------------------------------------------------------------- values
 
@@ -286,18 +286,20 @@ class Session(Membership):
         return done
 
     def mark_torn(self, terms: PushTerms) -> None:
-        """Record that only some shards may have the push: in sync its iteration must not end with it."""
-        if self.mode == "sync":
-            self._torn = terms.push_id.epoch
+        """Record that only some shards may have the push: in sync its iteration must not end with it.
+
+        Shards may be in sync already, and have staged it, before this session knows.
+        """
+        self._torn = terms.push_id.epoch
 
     def rejoin_if_torn(self, deadline: Deadline) -> Call[None]:
-        """Join under a new epoch if a push of this one is torn.
+        """In sync, join under a new epoch if a push of this one is torn.
 
         What is staged under an ended epoch is in no commit, so a synchronous push counts on all partitions or on none,
         and its iteration starts again.  If its clock was committed meanwhile, the worker continues after it.
         """
         epoch = self.numbers.epoch
-        if self._torn != epoch:
+        if self.mode != "sync" or self._torn != epoch:
             return
         log.warning("push.taken_back worker=%s clock=%d reason=not all shards have it", self.worker, self.clock)
         clock, timeline = self.clock, self.timeline
