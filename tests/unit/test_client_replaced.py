@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 
 import paramserver as ps
-from paramserver.errors import FencedError, InDoubt, problem
-from paramserver.net.calls import Call, Deadline
+from paramserver.client.iterations import Iterations
+from paramserver.errors import ConflictError, FencedError, InDoubt, problem
+from paramserver.net.calls import Call, Deadline, Outcome, Pause
 
 from .session_node import BEAT, GRAD, Node, deadline, joined, no
 from .sharding import Now, drive
@@ -103,3 +104,51 @@ def test_a_worker_that_was_replaced_does_not_take_its_name_back_for_a_push_in_do
         drive(session.push(GRAD, deadline()), node)
 
     assert len(node.bodies(JOIN)) == 1
+
+
+@pytest.mark.parametrize("mode", ["sync", "ssp"])
+def test_a_worker_that_has_left_joins_no_more(mode: str) -> None:
+    """A call that another thread makes as the worker leaves ends with an error, and does not join again.
+
+    Nobody would send heartbeats for that worker, and the others would wait for it for a whole lease.
+    """
+    node, session = joined(mode)
+    waiting = Iterations(session).advance(deadline(), None)
+    sent = next(waiting)
+    assert isinstance(sent, list)
+    assert sent[0].path == "/models/m/clock"
+    drive(session.leave(deadline()), node)
+    node.script["/models/m/clock"] = [no("fenced", epoch=1)]
+
+    with pytest.raises(ConflictError, match="the worker has left"):
+        waiting.send([node(r) for r in sent])
+
+    assert (len(node.bodies(JOIN)), session.replaced) == (1, False)
+
+
+def test_a_worker_that_leaves_while_a_call_joins_again_leaves_for_good() -> None:
+    """A call that was joining again as the worker left ends the epoch that it was given."""
+    node, session = joined("async")
+    node.script[BEAT] = [no("fenced", epoch=1)]
+    beating = session.beat(deadline())
+    sent = next(beating)
+    while not isinstance(sent, Pause) and sent[0].path != JOIN:
+        sent = beating.send([node(r) for r in sent])
+    assert isinstance(sent, list)
+    answer = node(sent[0])
+    node.script[BEAT] = [no("fenced", epoch=2)]
+    drive(session.leave(deadline()), node)
+
+    with pytest.raises(ConflictError, match="the worker has left"):
+        drive(resumed(beating, answer), node)
+
+    deleted = [path for method, path, _ in node.sent if method == "DELETE"]
+    assert deleted == [f"{BEAT}?epoch=2&generation=1"]
+    assert len(node.bodies(JOIN)) == 2
+
+
+def resumed(call: Call[Any], outcome: Outcome) -> Call[Any]:
+    """Go on with a call whose request has this outcome."""
+    effect = call.send([outcome])
+    while True:
+        effect = call.send((yield effect))

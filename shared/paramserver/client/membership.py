@@ -87,6 +87,8 @@ class Membership:
         """What the scheduler asks for: `active`, `paused`, `draining` or `stop`."""
         self.replaced = False
         """Whether another worker has joined under this id, which this one then never takes back."""
+        self.left = False
+        """Whether it has left, or is leaving: it never joins again then."""
         self._evaluation_waits = False
         self.reports: Final = Reports()
         self.holding: Final = Holding()
@@ -153,6 +155,7 @@ class Membership:
 
     def leave(self, deadline: Deadline) -> Call[None]:
         """Leave the model, after a last heartbeat.  Errors are only logged: the lease then expires by itself."""
+        self.left = True
         try:
             yield from self.beat(deadline)
             query = f"?epoch={self.numbers.epoch}&generation={self.generation}"
@@ -293,7 +296,7 @@ class Membership:
             taken = int(error.members.get("epoch") or 0) > (0 if error.code == "model_replaced" else epoch)
             if taken and not self._join_in_doubt and not self._joining.taken:
                 self.replaced, self.status = True, "stop"
-        if not self.replaced:
+        if not self.replaced and not self.left:
             log.warning("worker.lost worker=%s epoch=%d reason=%s: joining again", self.worker, epoch, error.code)
         yield from self._join_again(epoch, deadline)
 
@@ -301,7 +304,7 @@ class Membership:
         """Join under a new epoch if `epoch` is still current; if another call is doing so, wait for it.
 
         Raises FencedError (`fenced`) if this worker was replaced, even if its model was created anew since then and
-        knows neither of the two.
+        knows neither of the two; and ConflictError (`conflict`) once it has left.
         """
         if self.replaced:
             raise problem(
@@ -309,6 +312,8 @@ class Membership:
                 f"another worker has joined as '{self.worker}' and replaces this one",
                 hint="give each worker a unique name, or no name",
             )
+        if self.left:
+            raise has_left()
         held = Held()
         try:
             with self._lock:
@@ -319,6 +324,9 @@ class Membership:
                     self._joining.take(held)
             if mine:
                 yield from self.join(deadline)
+                if self.left:  # meanwhile: nobody would send heartbeats for this epoch
+                    yield from self.leave(deadline)
+                    raise has_left()
             while not mine and self._joining.taken and deadline.left_s() > 0:
                 yield Pause(0.02)
         finally:
@@ -349,6 +357,11 @@ class Membership:
 
     def _path(self) -> str:
         return model_path(self.model, "workers") + "/" + quote(self.worker, safe="")
+
+
+def has_left() -> PsError:
+    """Return the error for using a worker whose block has ended."""
+    return problem("conflict", "the worker has left", hint="model.worker() makes another")
 
 
 def _request(method: str, path: str, body: Any = None, wait_s: float = 0.0) -> Request:
