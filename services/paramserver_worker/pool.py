@@ -11,6 +11,7 @@ import time
 import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from math import inf
 from typing import Any
 from urllib.parse import quote
 
@@ -52,8 +53,8 @@ class PoolMember:
     def __init__(self, client: ps.Client, name: str, allow: Sequence[str]) -> None:
         self._client, self._name, self._allow = client, name, list(allow)
         self._member, self._epoch = "", 0
-        self._join_in_doubt = False
-        """Whether a join may have been done without our knowing: a higher epoch may be our own."""
+        self._join_in_doubt_until = 0.0
+        """Until when a higher epoch may be our own: a join may have been done without our knowing."""
         self._usage = Usage(time.monotonic)
         self._unreachable = False
 
@@ -62,8 +63,9 @@ class PoolMember:
         try:
             answer = self._client.request("POST", "/pool", body, timeout=CALL_TIMEOUT_S)
         except InDoubt:
-            self._join_in_doubt = True
+            self._join_in_doubt_until = inf
             raise
+        self._join_in_doubt_until = min(self._join_in_doubt_until, time.monotonic() + limits.LATE_JOIN_S)
         self._member, self._epoch = answer["member"], answer["epoch"]
         log.info("pool.joined member=%s epoch=%d allow=%s", self._member, self._epoch, ",".join(self._allow))
 
@@ -84,14 +86,15 @@ class PoolMember:
             self._unreachable = False
             return answer
         except (ConflictError, NotFoundError) as e:
-            if int(e.members.get("epoch") or 0) > self._epoch and not self._join_in_doubt:
+            doubtful = time.monotonic() < self._join_in_doubt_until
+            if int(e.members.get("epoch") or 0) > self._epoch and not doubtful:
                 # Two that replaced each other in turn would look like a process that dies at its place each time.
                 raise problem(
                     "fenced",
                     f"another process has joined the pool as '{self._name}' and replaces this one",
                     hint="give each worker a unique name, or no name",
                 ) from e
-            self._join_in_doubt = False
+            self._join_in_doubt_until = 0.0
             log.warning("pool.lost member=%s reason=%s: joining again", self._member, e.code)
             self._epoch = 0
         except AuthError:

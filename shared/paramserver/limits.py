@@ -145,6 +145,9 @@ LEADER_LEASE_S: Final = 3.0
 """A leader that has not renewed its lease in Redis for this long may be replaced."""
 SHARED_LEASE_S: Final = 15.0
 """How long a client may hold a lease or an idle slot in shared memory."""
+LATE_JOIN_S: Final = 30.0
+"""How long after a join that was asked for more than once a request of it may still arrive: a higher epoch may be the
+member's own until then."""
 SERVE_WITHOUT_CONTACT_S: Final = 3.0
 STOP_S: Final = 25.0
 """Default of `stop_s`: how long a shard that is told to stop may take to hand over or store everything, and to end."""

@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 
 import paramserver as ps
+from paramserver.client.cluster import Cluster
 from paramserver.client.iterations import Iterations
+from paramserver.client.session import Session
 from paramserver.errors import ConflictError, FencedError, InDoubt, problem
 from paramserver.net.calls import Call, Deadline, Outcome, Pause
 
@@ -152,3 +154,22 @@ def resumed(call: Call[Any], outcome: Outcome) -> Call[Any]:
     effect = call.send([outcome])
     while True:
         effect = call.send((yield effect))
+
+
+@pytest.mark.parametrize(("later_s", "replaced"), [(10.0, False), (60.0, True)])
+def test_a_higher_epoch_is_a_late_join_of_its_own_only_for_a_while(now: Now, later_s: float, replaced: bool) -> None:
+    """A worker whose join was retried gives way to a higher epoch that comes long after it, as to any other one."""
+    node = Node("async")
+    node.script[JOIN] = [problem("in_doubt", "no answer")]
+    session = Session(Cluster(("http://given:1",)), "m", None, None, 30.0)
+    drive(session.join(Deadline.after(30.0, now)), node, now)
+    now.s += later_s
+    node.script["/push"] = [no("fenced", epoch=2)]
+
+    pushing = session.push(GRAD, Deadline.after(30.0, now))
+    if replaced:
+        with pytest.raises(FencedError, match="another worker"):
+            drive(pushing, node, now)
+    else:
+        assert drive(pushing, node, now).state == "dropped"
+    assert session.replaced is replaced

@@ -254,11 +254,16 @@ def test_a_function_whose_place_another_process_of_the_name_has_is_ended(monkeyp
     assert exits[0] == pool.EXIT_OVERSTAYED
 
 
-@pytest.mark.parametrize(("first_join", "joins"), [("in_doubt", 3), ("no_leader", 2)])
+@pytest.mark.parametrize(
+    ("first_join", "late_s", "joins"), [("in_doubt", 30.0, 3), ("in_doubt", 0.0, 2), ("no_leader", 30.0, 2)]
+)
 def test_a_member_takes_its_own_late_join_for_no_other_process(
-    monkeypatch: pytest.MonkeyPatch, first_join: str, joins: int
+    monkeypatch: pytest.MonkeyPatch, first_join: str, late_s: float, joins: int
 ) -> None:
-    """After a join that may have been done, a higher epoch may be the member's own: it joins again, once."""
+    """For a while after a join that may have been done, a higher epoch may be its own: it joins again, once."""
+    monkeypatch.setattr(limits, "LATE_JOIN_S", late_s)
+    monkeypatch.setattr(limits, "HEARTBEAT_S", 0.01)
+    monkeypatch.setattr(pool, "REPORT_PAUSE_S", 0.01)
     monkeypatch.setattr(pool, "IDLE_POLL_S", 0.0)
     monkeypatch.setattr(entry, "run", lambda *_, **__: None)
     scheduler: Any = SharedNameScheduler(first_join)

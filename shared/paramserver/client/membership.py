@@ -16,6 +16,7 @@ calls, so state that both change is changed under a lock or by a single assignme
 import logging
 import threading
 from collections.abc import Mapping
+from math import inf
 from secrets import token_hex
 from typing import Any, Final
 from urllib.parse import quote
@@ -58,8 +59,9 @@ class Membership:
         self._name, self._rank = name, rank
         self._lock = threading.Lock()
         self._joining: Final = Turn()
-        self._join_in_doubt = False
-        """Whether an attempt to join may have been done without our knowing: a higher epoch may be our own."""
+        self._join_in_doubt_until = 0.0
+        """Until when, by the clock of deadlines, a higher epoch may be our own: a join may have been done without our
+        knowing."""
         self._map_due_s = 0.0
         self._settings_tag: Any = None
         self._base: Mapping[int, tuple[int, int]] | None = None
@@ -109,7 +111,7 @@ class Membership:
         self._adopt_settings(model_map)
         body = self._introduction()
         path, backoff = model_path(self.model, "workers"), Backoff(deadline)
-        self._join_in_doubt = True  # until the answer is here; a join that is given up may be granted all the same
+        self._join_in_doubt_until = inf  # until the answer is here; a join that is given up may be granted all the same
         try:
             doc = yield from deliver_json(_request("POST", path, body), deadline, backoff)
         except PsError as e:
@@ -118,7 +120,7 @@ class Membership:
             del body["rank"]  # another worker has taken it meanwhile
             doc = yield from deliver_json(_request("POST", path, body), deadline, backoff)
         with self._lock:
-            self._join_in_doubt = backoff.in_doubt
+            self._join_in_doubt_until = deadline.clock() + limits.LATE_JOIN_S if backoff.in_doubt else 0.0
             self._enter(doc)
         if self.generation != model_map.generation:
             yield from self.refresh_mode(deadline)
@@ -294,7 +296,7 @@ class Membership:
             if self.numbers.epoch != epoch:
                 return
             taken = int(error.members.get("epoch") or 0) > (0 if error.code == "model_replaced" else epoch)
-            if taken and not self._join_in_doubt and not self._joining.taken:
+            if taken and deadline.clock() >= self._join_in_doubt_until and not self._joining.taken:
                 self.replaced, self.status = True, "stop"
         if not self.replaced and not self.left:
             log.warning("worker.lost worker=%s epoch=%d reason=%s: joining again", self.worker, epoch, error.code)
