@@ -155,7 +155,11 @@ class PoolMember:
             time.sleep(RESTART_PAUSE_S)
 
     def _report(self, place: dict[str, Any], error: str | None) -> bool:
-        """Report how the work at the place has ended; return False if no scheduler could take the report."""
+        """Report how the work at the place has ended; return False if that is to be reported again.
+
+        It is if no scheduler could take the report, and if this member has lost its membership: once it has joined
+        again it may be given the same place.
+        """
         if error is not None:
             error = error.encode(errors="replace").decode()  # half a character, as of a file's name, is no JSON
         body = {"member": self._member, "epoch": self._epoch, "error": error, "attempt": place.get("attempt")}
@@ -163,9 +167,8 @@ class PoolMember:
             path = f"/runs/{quote(place['id'], safe='')}/places/{place['place']}/done"
             self._client.request("POST", path, body, timeout=CALL_TIMEOUT_S)
         except PsError as e:
-            # Unless it is Unavailable, the place was given to another member, or the run is no longer known.
             log.warning("place.not_reported run=%s reason=%s", place["id"], e)
-            return not isinstance(e, Unavailable)
+            return not isinstance(e, Unavailable) and e.code not in ("fenced", "unknown_worker")
         return True
 
     @contextmanager

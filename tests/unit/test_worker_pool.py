@@ -162,6 +162,43 @@ def test_a_report_is_repeated_only_while_the_place_is_the_members(code: str, mon
     assert calls == ["called"]
 
 
+class ForgetfulScheduler:
+    """Forgets its member before the first report, and gives the place back to it once it has joined again."""
+
+    def __init__(self, code: str) -> None:
+        self.code, self.joins, self.reports = code, 0, 0
+
+    def request(self, method: str, path: str, body: Any = None, **__: Any) -> dict[str, Any]:
+        if path == "/pool":
+            self.joins += 1
+            return {"member": "w", "epoch": self.joins}
+        self.reports += path.startswith("/runs/")
+        if self.reports and body["epoch"] < 2:
+            raise problem(self.code, "the lease has expired", epoch=1)
+        if self.reports < 2:
+            return {"state": "assigned", "run": {"id": "r", "place": 0, "entry": "json:dumps", "model": "m"}}
+        if threading.current_thread() is threading.main_thread() and method == "PUT":
+            raise Over
+        return {"state": "idle", "run": None}
+
+
+@pytest.mark.parametrize("code", ["fenced", "unknown_worker"])
+def test_what_is_done_is_not_done_again_by_a_member_that_has_to_join_again(
+    code: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A member whose lease ended before its report joins again, and reports the place that it is given back."""
+    scheduler: Any = ForgetfulScheduler(code)
+    calls: list[str] = []
+    monkeypatch.setattr(limits, "HEARTBEAT_S", 0.01)
+    monkeypatch.setattr(pool, "REPORT_PAUSE_S", 0.05)
+    monkeypatch.setattr(entry, "run", lambda *_, **__: calls.append("called"))
+
+    with pytest.raises(Over):
+        PoolMember(scheduler, "w", ["json"]).work()
+
+    assert (scheduler.joins, calls) == (2, ["called"])
+
+
 class AwayScheduler:
     """Is unreachable at one address or the other, but for its fifth heartbeat; the tenth ends the test."""
 
