@@ -31,12 +31,12 @@ def made(client: ps.Client, **options: Any) -> Model:
 
 
 def lose_sockets(model: Model) -> None:
-    """Make the model's client treat the shards' Unix sockets as unreachable for a while."""
+    """Make the model's client do without the shards' Unix sockets."""
     cluster = model._client.cluster
     for addresses in cluster._maps[model.name].addresses.values():
         for address in addresses:
             if address.startswith("unix"):
-                cluster.lost(address, time.monotonic())
+                cluster.lost(address, time.monotonic(), for_good=True)
 
 
 def requests_of(model: Model, monkeypatch: pytest.MonkeyPatch) -> list[str]:

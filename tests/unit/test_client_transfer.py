@@ -3,6 +3,7 @@
 import copy
 import pickle
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -263,6 +264,31 @@ def test_a_client_that_was_started_in_an_outage_finds_the_shards_after_it(
     drive(transfer.pull(cluster, "m", Deadline.after(30, now)), shards, now)
 
     assert {to for to, path in shards.log} == {A, B}
+
+
+def test_a_socket_that_was_not_connected_to_in_time_is_tried_again(
+    shards: Shards, now: Now, cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A shard's Unix socket that could not be connected to is probed again after 5 s, as the client may be at fault.
+
+    One whose memory cannot be mapped here is not.
+    """
+    near, document = f"unix://{tmp_path}/socket", shards.document
+    addresses = {"shards": {"a": {"addresses": [A, near]}, "b": {"addresses": [B]}}}
+    monkeypatch.setattr(shards, "document", lambda: document() | addresses)
+    shards.answering.add(near)
+
+    def route() -> str | None:
+        return cluster.route(drive(cluster.map_of("m", Deadline.after(30, now)), shards, now), 0)
+
+    assert route() == near
+    cluster.lost(near, now.s)
+    assert route() == A
+    now.s += 6.0
+    assert route() == near
+    cluster.lost(near, now.s, for_good=True)
+    now.s += 60.0
+    assert route() == A
 
 
 def test_a_heartbeat_gives_a_probe_all_the_time_that_it_has(now: Now) -> None:

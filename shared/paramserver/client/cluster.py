@@ -240,18 +240,19 @@ class Cluster:
                 found = found or address
         return found
 
-    def lost(self, address: str, now: float) -> None:
+    def lost(self, address: str, now: float, *, for_good: bool = False) -> None:
         """Note that an address did not answer a request.
 
-        One with shared memory is not used any more; its shard is reached at its other addresses.  If the shard has
-        restarted, those may work again and nothing would tell of its new shared-memory address, so maps are fetched
-        again a few times.
+        One with shared memory is not used until a probe is answered, or `for_good`; its shard is reached at its other
+        addresses.  If the shard has restarted, those may work again and nothing would tell of its new shared-memory
+        address, so maps are fetched again a few times.
 
         Another is probed once it has failed for longer than the cluster takes to notice that a shard is dead: if the
         map still names it then, it may be out of reach from here alone.
         """
         if is_same_host(address):
-            self._known[address] = _Address(False, tries=len(_TRY_AGAIN_S), again_at=None, has_answered=True)
+            again_at = None if for_good else now + _ANSWERED_AGAIN_S[0]
+            self._known[address] = _Address(False, tries=1, again_at=again_at, has_answered=True)
         else:
             known = self._known.get(address)
             if known is None or not known.answers:

@@ -126,7 +126,7 @@ class Transfer:
     def without_memory(self, lenders: Collection[str]) -> list[Part]:
         """Reach the lenders by their other addresses, because their memory cannot be mapped; return all parts."""
         for address in lenders:
-            self.cluster.lost(address, self.deadline.clock())
+            self.cluster.lost(address, self.deadline.clock(), for_good=True)
         return list(self.selection.parts)
 
     def of_one_timeline(self, replies: list[PullReply]) -> Call[tuple[list[PullReply], list[Part]]]:
