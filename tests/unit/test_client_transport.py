@@ -13,12 +13,14 @@ import pytest
 import paramserver as ps
 from paramserver.client.cluster import Cluster
 from paramserver.errors import problem
+from paramserver.net.addresses import Addresses
 from paramserver.net.calls import Call, Outcome, Pause, Request, Response
 from paramserver.net.credentials import Credentials
-from paramserver.net.transport import AsyncTransport, BlockingTransport
+from paramserver.net.transport import AsyncTransport, BlockingTransport, Protocols, _to_given
 from paramserver.wire import http2 as wire
 
 from .scripted_server import Peer, serving
+from .sharding import Now
 
 THREADS = 40
 
@@ -437,3 +439,46 @@ def test_a_name_server_that_does_not_answer_takes_no_longer_than_the_timeout(
         connect()
     assert blocking is not ended.is_set()
     answers.set()
+
+
+def attempts(urls: Sequence[str], timeout_s: float, take: Callable[[Request, Now], Outcome]) -> list[tuple[str, float]]:
+    """Return the URLs that a request is sent to, each with the seconds left; `take` moves the clock."""
+    now = Now()
+    protocols = Protocols(now)
+    for url in urls:
+        protocols.learn(url, Response(200, {}), in_time=True)
+    until, sent = now() + timeout_s, list[tuple[str, float]]()
+    sending = _to_given(Addresses(urls), protocols, Request("GET", "/models", timeout_s=timeout_s))
+    try:
+        _, request, url = next(sending)
+        while True:
+            assert request.timeout_s == pytest.approx(until - now())
+            sent.append((url, round(until - now(), 3)))
+            _, request, url = sending.send(take(request, now))
+    except StopIteration:
+        return sent
+    finally:
+        sending.close()
+
+
+def test_all_urls_together_have_the_time_of_the_request() -> None:
+    """URLs that cannot be connected to share the timeout of a request, of which the last one has what is left."""
+
+    def silent(request: Request, now: Now) -> Outcome:
+        now.s += min(3.0, request.connect_s)
+        return problem("unreachable", "timed out")
+
+    urls = [f"http://{name}:1" for name in "abc"]
+    assert attempts(urls, 6.0, silent) == [(urls[0], 6.0), (urls[1], 4.0), (urls[2], 2.0)]
+    assert attempts(urls, 30.0, silent) == [(urls[0], 30.0), (urls[1], 27.0), (urls[2], 24.0)]
+    assert attempts(urls[:1], 6.0, silent) == [(urls[0], 6.0)]
+
+
+def test_a_url_is_tried_only_while_there_is_time() -> None:
+    """After one that took all the time to say that it knows no leader, the next is not tried: it could be in doubt."""
+
+    def slow(request: Request, now: Now) -> Outcome:
+        now.s += request.timeout_s
+        return Response(503, {}, b"no server")
+
+    assert len(attempts(["http://a:1", "http://b:1"], 6.0, slow)) == 1

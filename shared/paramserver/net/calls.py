@@ -9,6 +9,7 @@ import json
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
+from math import inf
 from numbers import Integral, Real
 from typing import Any, Final, Protocol, TypeAlias, TypeVar
 
@@ -62,6 +63,8 @@ class Request(Struct, frozen=True):
     """Timeout until the whole response has arrived."""
     rest: Sequence[memoryview] = ()
     """Rest of the body, after `body`; sent in place, without a copy."""
+    connect_s: float = inf
+    """Timeout until a connection is established, if less than `CONNECT_S`: another URL may be tried then."""
 
     @property
     def whole(self) -> bytes | memoryview | None:

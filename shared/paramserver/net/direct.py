@@ -194,7 +194,7 @@ class DirectTransport(_RequestEncoder):
                 return _failure(TimeoutError(), request, address)
         self._forget_closed()
         try:
-            connection = Connection(self._connected(address, min(CONNECT_S, deadline.attempt_s())))
+            connection = Connection(self._connected(address, min(CONNECT_S, request.connect_s, deadline.attempt_s())))
         except OSError as e:
             self._idle.drop(address)
             return unreachable_by(e, address, shard=request.to is not None)
@@ -293,7 +293,7 @@ class AsyncDirectTransport(_RequestEncoder):
             if not deadline.left_s():
                 return _failure(TimeoutError(), request, address)
         try:
-            another = await self._another(address, kept, min(CONNECT_S, deadline.attempt_s()))
+            another = await self._another(address, kept, min(CONNECT_S, request.connect_s, deadline.attempt_s()))
         except OSError as e:
             return unreachable_by(e, address, shard=request.to is not None)
         try:

@@ -53,7 +53,7 @@ class PlainTransport:
                 return outcome or ended
         fresh: http.client.HTTPConnection | None = None
         try:
-            fresh = _connection(url, min(CONNECT_S, deadline.attempt_s()), self._credentials)
+            fresh = _connection(url, min(CONNECT_S, request.connect_s, deadline.attempt_s()), self._credentials)
             # A tunnel takes no socket of ours in another way.
             fresh._create_connection = _connect  # type: ignore[attr-defined]
             fresh.connect()

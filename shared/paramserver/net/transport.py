@@ -12,6 +12,8 @@ from collections.abc import Callable, Generator, Sequence
 from typing import TYPE_CHECKING, Final, TypeAlias, TypeVar
 from urllib.parse import urlsplit
 
+from msgspec.structs import replace
+
 from paramserver.errors import InDoubt, PsError, Unreachable, problem
 from paramserver.net.addresses import Addresses
 from paramserver.net.calls import Call, Deadline, Outcome, Pause, Request, Response
@@ -43,7 +45,7 @@ class Protocols:
     """Which of the given URLs take HTTP/2 without negotiation, as every node does; what is in front of one may not."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
+        self.clock = clock
         self._http2: set[str] = set()
         self._http1: dict[str, float] = {}
         """URL -> until when it is not probed again."""
@@ -52,7 +54,7 @@ class Protocols:
         """Whether the URL takes HTTP/2; None: the answer to a probe must tell."""
         if url in self._http2:
             return True
-        if self._http1.get(url, 0.0) > self._clock() or proxy_of(url) is not None:
+        if self._http1.get(url, 0.0) > self.clock() or proxy_of(url) is not None:
             return False
         return None
 
@@ -68,7 +70,7 @@ class Protocols:
             if not isinstance(outcome, InDoubt):  # nobody has seen the probe
                 return outcome
             log.info("transport.http1 url=%s reason=%s", url, outcome)
-            self._http1[url] = self._clock() + _HTTP1_S
+            self._http1[url] = self.clock() + _HTTP1_S
         return False
 
     def forget(self, url: str) -> None:
@@ -83,11 +85,15 @@ Sending: TypeAlias = Generator[tuple[bool, Request, str], Outcome, Outcome]
 def _to_given(addresses: Addresses, protocols: Protocols, request: Request) -> Sending:
     """Send a request to one of the URLs that the client was given, the next one if that fails.
 
-    Of several that fail, one that answered says more than one that could not be reached.
+    Its timeout is that of all attempts; none may take more of it to connect than would leave as much to each URL after
+    it.  Of several that fail, one that answered says more than one that could not be reached.
     """
     outcome: Outcome = problem("unreachable", "no URL given")
-    for url in addresses.order():
-        found = yield from _in_its_protocol(protocols, request, url)
+    deadline, urls = Deadline.after(request.timeout_s, protocols.clock), addresses.order()
+    for tried, url in enumerate(urls):
+        if tried and not deadline.left_s():
+            break
+        found = yield from _in_its_protocol(protocols, request, url, deadline, len(urls) - tried)
         if not (isinstance(outcome, Response) and isinstance(found, Unreachable)):
             outcome = found
         if not addresses.record(url, found):
@@ -95,18 +101,21 @@ def _to_given(addresses: Addresses, protocols: Protocols, request: Request) -> S
     return outcome
 
 
-def _in_its_protocol(protocols: Protocols, request: Request, url: str) -> Sending:
-    """Send a request to this URL: in HTTP/2 if it takes that (if it is not known, a probe tells), else in HTTP/1.1."""
+def _in_its_protocol(protocols: Protocols, request: Request, url: str, deadline: Deadline, left: int) -> Sending:
+    """Send a request to this URL: in HTTP/2 if it takes that (if it is not known, a probe tells), else in HTTP/1.1.
+
+    `left`: how many URLs are left to try, with this one.
+    """
     takes_http2: bool | PsError | None = protocols.of(url)
     if takes_http2 is None:
-        deadline = Deadline.after(request.timeout_s)
-        probe = Request("GET", "/livez", timeout_s=min(_PROBE_S, request.timeout_s / 2))
-        ends = Deadline.after(probe.timeout_s)
+        left_s = deadline.attempt_s()
+        probe = Request("GET", "/livez", timeout_s=min(_PROBE_S, left_s / 2), connect_s=left_s / left)
+        ends = Deadline.after(probe.timeout_s, protocols.clock)
         takes_http2 = protocols.learn(url, (yield True, probe, url), in_time=ends.left_s() > 0)
-        request = deadline.bound(request)
     if isinstance(takes_http2, PsError):
         return takes_http2
-    outcome = yield takes_http2, request, url
+    bound = replace(deadline.bound(request), connect_s=deadline.attempt_s() / left)
+    outcome = yield takes_http2, bound, url
     if isinstance(outcome, NotHttp2):
         protocols.forget(url)
     return outcome
