@@ -284,6 +284,8 @@ def combined(errors: Sequence[PsError], found: int = 0) -> PsError:
     return problem(code, detail, hint=errors[0].hint, errors=tuple(parts))
 
 
+TRY_AGAIN: Final = (408, 425, 429)
+"""Statuses of refusals that are temporary: a proxy has not taken or not passed on the request."""
 _STANDARD = {
     "type", "title", "status", "code", "detail", "retryable", "hint", "errors", "retry_after_s", "request_id"
 }  # fmt: skip
@@ -297,7 +299,7 @@ def from_document(doc: Mapping[str, Any]) -> PsError:
     code, status, after, errors = str(doc.get("code")), doc.get("status"), doc.get("retry_after_s"), doc.get("errors")
     if code not in CODES:
         status = status if isinstance(status, int) else 500
-        if status == 429 or status >= 502:
+        if status in TRY_AGAIN or status >= 502:
             code = "unavailable"
         elif 400 <= status < 500:
             code = {401: "unauthorized", 404: "not_found", 409: "conflict", 413: "too_large"}.get(status, "malformed")

@@ -37,9 +37,9 @@ def test_a_refusal_that_is_no_paramservers_asks_for_the_address(body: bytes) -> 
     assert error.hint == ASIDE
 
 
-@pytest.mark.parametrize("status", [429, 502, 503])
+@pytest.mark.parametrize("status", [408, 425, 429, 502, 503, 520, 524])
 def test_a_proxy_that_has_nobody_behind_it_is_asked_again(status: int) -> None:
-    """429, 502 and 503 without an error code are Unavailable, to be retried after as many seconds as they say."""
+    """A refusal of a proxy that is temporary, without an error code, is Unavailable, to be retried when it says."""
     error = error_of(answer(status, b"<html>", retry_after="7"))
 
     assert isinstance(error, Unavailable)
@@ -47,9 +47,9 @@ def test_a_proxy_that_has_nobody_behind_it_is_asked_again(status: int) -> None:
     assert error_of(answer(status, b"<html>", retry_after="Wed, 01 Jan 2025 00:00:00 GMT")).retry_after_s == 1.0
 
 
-@pytest.mark.parametrize(("status", "doubtful"), [(502, True), (503, False), (504, True)])
+@pytest.mark.parametrize(("status", "doubtful"), [(502, True), (503, False), (504, True), (520, True), (524, True)])
 def test_what_a_proxy_lost_may_be_done(status: int, doubtful: bool) -> None:
-    """502 and 504, which only proxies send, are InDoubt: the node may have executed the request; 503 is not."""
+    """502, 504, 520 and 524, which only proxies send, are InDoubt: the node may have done it; 503 is not."""
     error = error_of(answer(status, b"<html>"))
 
     assert isinstance(error, InDoubt) == doubtful

@@ -16,7 +16,7 @@ from typing import Any, Final, Protocol, TypeAlias, TypeVar
 import numpy as np
 from msgspec import Struct, field
 
-from paramserver.errors import PsError, Unavailable, from_document, problem
+from paramserver.errors import TRY_AGAIN, PsError, Unavailable, from_document, problem
 from paramserver.wire.sink import Sink as BodySink
 
 T = TypeVar("T")
@@ -208,7 +208,7 @@ def error_of(response: Response) -> PsError:
     except ValueError:
         doc = {}
     if not isinstance(doc, dict) or not isinstance(doc.get("code"), str):
-        if response.status < 500 and response.status != 429:
+        if response.status < 500 and response.status not in TRY_AGAIN:
             return foreign(response)
         doc = {"status": response.status, "detail": f"{response.url} answered HTTP {response.status}"}
         if is_gateway_failure(response):
@@ -221,10 +221,11 @@ def error_of(response: Response) -> PsError:
 def is_gateway_failure(response: Response) -> bool:
     """Whether a proxy had no answer from the node: the request may be executed.
 
-    No node sends 502 or 504.  Envoy answers 503 if a connection ended after the request had gone out on it.
+    No node sends 502, 504, or Cloudflare's 520 and 524 (an answer that it could not read, or none in time).  Envoy
+    answers 503 if a connection ended after the request had gone out on it.
     """
     sent = response.status == 503 and any([why in response.body for why in _ENVOY_LOST])
-    return sent or response.status in (502, 504)
+    return sent or response.status in (502, 504, 520, 524)
 
 
 def foreign(response: Response) -> PsError:
