@@ -292,7 +292,10 @@ def test_a_socket_that_was_not_connected_to_in_time_is_tried_again(
 
 
 def test_a_heartbeat_gives_a_probe_all_the_time_that_it_has(now: Now) -> None:
-    """The probe of a heartbeat, which nothing follows, has the whole rest of its timeout; that of a call has half."""
+    """The probe of a heartbeat that nothing follows has the whole rest of its timeout; another one has half.
+
+    After that of a worker that leaves, the scheduler is still to be told.
+    """
     node, probes = Node(), list[float]()
 
     def answer(request: Request) -> Outcome:
@@ -304,9 +307,11 @@ def test_a_heartbeat_gives_a_probe_all_the_time_that_it_has(now: Now) -> None:
     session = Session(Cluster(("http://given:1",)), "m", None, None, 30.0)
     drive(session.join(Deadline.after(2.5, now)), answer, now)
     now.s += 100.0
-    drive(session.beat(Deadline.after(2.5, now)), answer, now)
+    drive(session.beat(Deadline.after(2.5, now), last=True), answer, now)
+    now.s += 100.0
+    drive(session.leave(Deadline.after(2.5, now)), answer, now)
 
-    assert probes == [1.25, 2.5]
+    assert probes == [1.25, 2.5, 1.25]
 
 
 def test_pushpull_does_both_in_one_round(shards: Shards, now: Now, cluster: Cluster) -> None:

@@ -166,8 +166,11 @@ class Membership:
         except PsError as e:
             log.info("worker.leave_unheard worker=%s error=%s", self.worker, e.code)
 
-    def beat(self, deadline: Deadline) -> Call[None]:
-        """Send one heartbeat with clock, state and metrics, and adopt what the scheduler asks for."""
+    def beat(self, deadline: Deadline, *, last: bool = False) -> Call[None]:
+        """Send one heartbeat with clock, state and metrics, and adopt what the scheduler asks for.
+
+        `last` as in `Cluster.fetch_map`.
+        """
         self.cluster.same_host.unmap_expired()  # here, as the worker itself may be quiet
         with self._lock:
             epoch, timeline = self.numbers.epoch, self.timeline
@@ -190,7 +193,7 @@ class Membership:
         now = deadline.clock()
         if doc.get("settings_tag", self._settings_tag) != self._settings_tag or now >= self._map_due_s:
             self._map_due_s = now + MAP_AGE_S
-            yield from self.refresh_mode(deadline, last=True)
+            yield from self.refresh_mode(deadline, last=last)
 
     def _beat(self, body: Mapping[str, Any], fields: dict[str, Any], deadline: Deadline) -> Call[Any]:
         """Send a heartbeat and return its answer.

@@ -156,7 +156,7 @@ class WorkerBase:
         return min(limits.HEARTBEAT_S, self._session.lease_s / 5)
 
     def _beat(self) -> Call[None]:
-        return self._session.beat(Deadline.after(max(1.0, self._session.lease_s / 2)))
+        return self._session.beat(Deadline.after(max(1.0, self._session.lease_s / 2)), last=True)
 
     def _log_failed_beat(self, error: Exception) -> None:
         unforeseen = not isinstance(error, PsError)
