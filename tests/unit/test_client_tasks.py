@@ -2,10 +2,12 @@
 
 import asyncio
 import logging
+import threading
 
 import pytest
 
 from paramserver.client.task_requests import TaskRequests
+from paramserver.client.tasks import Holding, Task
 from paramserver.core.scheduler.tasks import EVALUATE
 from paramserver.errors import ConflictError, Unavailable
 
@@ -100,3 +102,27 @@ def test_a_range_that_cannot_be_reported_says_what_becomes_of_it(
 
     (line,) = [r.getMessage() for r in caplog.records if "task.lost" in r.getMessage()]
     assert told in line
+
+
+def test_a_loop_that_is_garbage_at_any_moment_puts_down_its_task() -> None:
+    """A garbage collection that closes a loop may come while the same thread is looking at the worker's tasks."""
+    holding = Holding()
+    task = Task.from_document(RANGE)
+    holding.take("train", {"task": RANGE})
+
+    class Closing(str):
+        """The name of a dataset; once it is compared, a loop is closed."""
+
+        __hash__ = str.__hash__
+
+        def __eq__(self, other: object) -> bool:
+            holding.put_down(task)
+            return str.__eq__(self, other)
+
+    found = list[list[str]]()
+    looking = threading.Thread(target=lambda: found.append(holding.ids(Closing("train"))), daemon=True)
+    looking.start()
+    looking.join(20.0)
+
+    assert found == [["train:0:2"]]
+    assert holding.ids("train") == []

@@ -62,7 +62,7 @@ class Holding:
         self._tasks: dict[str, tuple[Task, object]] = {}
         """By id, each with who works on it (see `_caller`)."""
         self._asking = defaultdict[str, Turn](Turn)
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a garbage collection at any point may close a loop, which puts down its task
         self.evaluation_failed = False
         """Whether an evaluation was taken but not finished, or asked for without an answer yet: it may be leased to
         this worker, which can ask again, but no heartbeat says so."""
@@ -81,7 +81,7 @@ class Holding:
     def ids(self, dataset: str) -> list[str]:
         """Ids of the tasks of that dataset that are being worked on."""
         with self._lock:
-            return [t.id for t, _ in self._tasks.values() if t.dataset == dataset]
+            return [t.id for t, _ in list(self._tasks.values()) if t.dataset == dataset]
 
     def take(self, dataset: str, doc: Mapping[str, Any]) -> Task | None:
         """Record and return the task in an answer, if any."""
@@ -97,7 +97,7 @@ class Holding:
         """Whether the caller itself is working on a task of that dataset, in a loop around the present one."""
         caller = _caller()
         with self._lock:
-            return any(t.dataset == dataset and who == caller for t, who in self._tasks.values())
+            return any(t.dataset == dataset and who == caller for t, who in list(self._tasks.values()))
 
     def done(self, task: Task) -> None:
         """Remove a task that is done."""
