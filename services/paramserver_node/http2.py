@@ -28,7 +28,7 @@ from paramserver_node.lent_socket import LentSocket
 from paramserver_node.pieces import Pieces, after, first, frames_begun
 from paramserver_node.read_deadline import ReadDeadline
 from paramserver_node.receive_limits import CONNECTION_WINDOW_BYTES, ReceiveLimits
-from paramserver_node.request_head import TRAILERS, HeadReader, RequestHead, scope_of
+from paramserver_node.request_head import TRAILERS, RequestHead, request_of, scope_of
 from paramserver_node.send_limits import SendLimits
 from paramserver_node.stream import BODY, TRANSFER_BYTES_MAX, UNREAD_BYTES_MAX, Stream
 
@@ -73,7 +73,7 @@ class Connection(SendLimits, ReceiveLimits, asyncio.BufferedProtocol):
         self._app, self._state, self.server, self._root_path = config.loaded_app, state, server, config.root_path
         self._settings_received = False
         self._scanner = wire.Scanner(FRAME_BYTES, HEADER_BYTES_MAX)
-        self._heads = HeadReader(HEADER_BYTES_MAX)
+        self._heads = wire.BlockReader(HEADER_BYTES_MAX, request_of)
         self._streams: dict[int, Stream] = {}
         self._running = 0
         """Requests being answered, including those that the client has cancelled."""
@@ -214,8 +214,7 @@ class Connection(SendLimits, ReceiveLimits, asyncio.BufferedProtocol):
         for kind, flags, number, payload, cost in self._scanner.scan(data):
             if not self._settings_received and (kind != wire.SETTINGS or flags & wire.ACK):
                 raise Http2Error(wire.PROTOCOL_ERROR, "the first frame must be SETTINGS")
-            if self._heads.reads_on != (kind == wire.CONTINUATION):
-                raise Http2Error(wire.PROTOCOL_ERROR, "a header block that is interrupted or has no beginning")
+            self._heads.check(kind)
             if kind == wire.DATA:
                 self._data(number, payload, cost, bool(flags & wire.END_STREAM))
             elif kind in (wire.HEADERS, wire.CONTINUATION):

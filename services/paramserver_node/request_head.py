@@ -1,4 +1,4 @@
-"""The head of an HTTP/2 request: a block of headers, which is put together, checked, and becomes an ASGI scope."""
+"""The head of an HTTP/2 request: a block of headers, which is checked and becomes an ASGI scope."""
 
 import asyncio
 import re
@@ -8,8 +8,7 @@ from urllib.parse import unquote
 
 from uvicorn.protocols.utils import get_local_addr, get_remote_addr, is_ssl
 
-from paramserver.wire import http2 as wire
-from paramserver.wire.http2 import Header, Http2Error
+from paramserver.wire.http2 import Header
 
 OF_A_CONNECTION: Final = {b"connection", b"keep-alive", b"proxy-connection", b"transfer-encoding", b"upgrade"}
 """Header fields that HTTP/2 does not have (RFC 9113, 8.2.2)."""
@@ -35,43 +34,6 @@ class RequestHead(NamedTuple):
 
 TRAILERS: Final = RequestHead({}, None)
 """In place of a head: the fields are those of no request, but may follow a body."""
-
-
-class HeadReader:
-    """Reads the header blocks of one client from their frames: the heads of requests, and trailers."""
-
-    def __init__(self, bytes_max: int) -> None:
-        """`bytes_max` bounds a block, encoded and decoded."""
-        self._bytes_max = bytes_max
-        self._decoder = wire.HeaderDecoder(bytes_max, request_of)
-        self._begun: tuple[int, int, bytearray] | None = None
-        """An incomplete block: its stream, its flags, and what has arrived of it."""
-
-    @property
-    def reads_on(self) -> bool:
-        """Whether a block is incomplete, so that the next frame must be its CONTINUATION."""
-        return self._begun is not None
-
-    def read(self, number: int, flags: int, payload: memoryview) -> tuple[RequestHead | None, bool] | None:
-        """Take a HEADERS frame, or the CONTINUATION of a block; returns None if more of the block is to come.
-
-        Otherwise returns what `request_of` makes of it, and whether the stream ends with it.  Raises Http2Error.
-        """
-        if self._begun is None:
-            block = bytearray(wire.header_fragment(flags, payload))
-        else:
-            opened, first_flags, block = self._begun
-            if opened != number:
-                raise Http2Error(wire.PROTOCOL_ERROR, "a header block that is interrupted")
-            flags = flags & wire.END_HEADERS | first_flags & wire.END_STREAM
-            block += payload
-        if len(block) > self._bytes_max:
-            raise Http2Error(wire.ENHANCE_YOUR_CALM, "headers that are too long")
-        if not flags & wire.END_HEADERS:
-            self._begun = (number, flags, block)
-            return None
-        self._begun = None
-        return self._decoder.decode(bytes(block)), bool(flags & wire.END_STREAM)
 
 
 def request_of(headers: Sequence[Header]) -> RequestHead | None:

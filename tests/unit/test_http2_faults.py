@@ -175,14 +175,18 @@ def test_an_answer_without_a_place_is_bounded(kind: Kind, monkeypatch: pytest.Mo
 
 
 @both_clients
-def test_a_frame_inside_a_header_block_ends_the_connection(kind: Kind) -> None:
-    """DATA between HEADERS and their end is no HTTP/2 (RFC 9113, 6.10): the request ends at once, in doubt."""
+@pytest.mark.parametrize("intruder", [wire.frame(wire.DATA, 0, 1, b"lost"), wire.frame(wire.CONTINUATION, 0, 3)])
+def test_a_frame_inside_a_header_block_ends_the_connection(kind: Kind, intruder: bytes) -> None:
+    """DATA, or another stream's headers, between HEADERS and their end is no HTTP/2 (RFC 9113, 6.10).
+
+    The request ends at once, in doubt.
+    """
 
     def interleaving(peer: Peer) -> None:
         stream = peer.until(wire.HEADERS)
         peer.send(
             wire.frame(wire.HEADERS, 0, stream, b"\x88")
-            + wire.frame(wire.DATA, 0, stream, b"lost")
+            + intruder
             + wire.frame(wire.CONTINUATION, wire.END_HEADERS, stream, b"")
             + wire.frame(wire.DATA, wire.END_STREAM, stream, b"kept")
         )

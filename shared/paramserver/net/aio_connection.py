@@ -1,4 +1,4 @@
-"""One HTTP/2 connection to a shard on an event loop, with many concurrent requests.
+"""One HTTP/2 connection to a node on an event loop, with many concurrent requests.
 
 What all requests queue in one turn of the event loop is sent with one write, and everything that a read returns is
 processed at once: with many requests in flight, neither side is woken for each.  Bodies are copied into the send buffer
@@ -72,7 +72,7 @@ class AsyncConnection(asyncio.BufferedProtocol):
 
     @property
     def full(self) -> bool:
-        """Whether the shard's limit on concurrent streams is reached."""
+        """Whether the node's limit on concurrent streams is reached."""
         return len(self._client.open) >= self._client.streams_max
 
     @property
@@ -95,7 +95,7 @@ class AsyncConnection(asyncio.BufferedProtocol):
     ) -> Answer:
         """Send one request and return its answer; the body of a 200 goes to `sink`, if given.
 
-        Raises TimeoutError after `timeout_s` or when the shard is found dead (NotSent if some of the body was still to
+        Raises TimeoutError after `timeout_s` or when the node is found dead (NotSent if some of the body was still to
         be sent), Refused, other OSErrors, and what the sink raises.
         """
         if self._transport is None or self._transport.is_closing():
@@ -156,7 +156,7 @@ class AsyncConnection(asyncio.BufferedProtocol):
         self._lost.set()
 
     def pause_writing(self) -> None:
-        """Stop sending: the write buffer is full, because the shard reads more slowly than we write."""
+        """Stop sending: the write buffer is full, because the node reads more slowly than we write."""
         self._writable = False
 
     def resume_writing(self) -> None:
@@ -202,10 +202,10 @@ class AsyncConnection(asyncio.BufferedProtocol):
         if data and self._transport is not None and not self._transport.is_closing():
             self._transport.write(data)
 
-    # Liveness: a stalled shard keeps its socket open
+    # Liveness: a stalled node keeps its socket open
 
     def _check_liveness(self) -> None:
-        """Ping the shard if it is silent while requests are in flight; hang up if it does not answer that either."""
+        """Ping the node if it is silent while requests are in flight; hang up if it does not answer that either."""
         self._liveness_timer = None
         if not self._client.open:
             return

@@ -1,10 +1,10 @@
-"""One blocking HTTP/2 connection to a shard, used by one request at a time.
+"""One blocking HTTP/2 connection to a node, used by one request at a time.
 
 A body goes from the caller's memory to the socket, an answer from the socket to its destination; nothing else is
 copied, and no second thread is woken.  Compared with a general-purpose client this saves what matters here: a small
 round trip costs two system calls.
 
-A stalled shard keeps its socket open.  So a shard that is silent for a while is sent a ping; if that goes unanswered
+A stalled node keeps its socket open.  So a node that is silent for a while is sent a ping; if that goes unanswered
 too, the request fails.
 """
 
@@ -98,7 +98,7 @@ class Connection:
     def ask(self, headers: Sequence[Header], body: Sequence[memoryview], sink: Sink | None, timeout_s: float) -> Answer:
         """Send one request and return its answer; the body of a 200 goes to `sink`, if given.
 
-        Raises TimeoutError after `timeout_s` or when the shard is found dead (NotSent if it has not taken the whole
+        Raises TimeoutError after `timeout_s` or when the node is found dead (NotSent if it has not taken the whole
         body), Refused, and what the sink raises.
         """
         self._give_up_at = time.monotonic() + timeout_s
@@ -149,7 +149,7 @@ class Connection:
                 raise
             raise NotSent(whole - left, whole) from e
         if left:
-            client.usable = False  # the shard answered before it had the whole body
+            client.usable = False  # the node answered before it had the whole body
 
     def _flush(self, payload: memoryview | None = None) -> None:
         first, self._client.unsent = self._client.unsent, b""
@@ -172,7 +172,7 @@ class Connection:
         """Call `send` and return the number of bytes sent; one socket timeout is tolerated.
 
         Raises TimeoutError at the request's deadline, and when a second timeout follows (with a ping unanswered, at the
-        first): the shard has read nothing for too long.
+        first): the node has read nothing for too long.
         """
         silent = self._pinged
         while True:

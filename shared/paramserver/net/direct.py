@@ -1,6 +1,6 @@
-"""Requests sent directly to shards, over HTTP/2 on TCP, TLS or a Unix socket; see `connection` and `aio_connection`.
+"""Requests over connections of our own: HTTP/2 on TCP, TLS or a Unix socket; see `connection` and `aio_connection`.
 
-If a kept connection has ended, its request is sent again on another one, unless the shard may have carried it out and
+If a kept connection has ended, its request is sent again on another one, unless the node may have carried it out and
 it changes something: then it is in doubt, which the caller has to know, whatever a second attempt would be answered.
 """
 
@@ -145,7 +145,7 @@ def taken_too_slowly(request: Request, address: str, more: str = "") -> PsError:
 
 
 def too_many_files(error: Exception) -> PsError | None:
-    """Return the error if this process, or its machine, could open no more files: no shard is at fault; else None."""
+    """Return the error if this process, or its machine, could open no more files: no node is at fault; else None."""
     number = error.errno if isinstance(error, OSError) else None
     if number == errno.EMFILE:
         who, hint = "process", "raise its limit, which ulimit -n shows"
@@ -177,7 +177,7 @@ class DirectTransport(_RequestEncoder):
         self._idle = Idle(Connection.still_open)
 
     def send(self, request: Request, address: str, within: Interruptible | None = None) -> Outcome:
-        """Send one request to the shard at that address, and return the outcome.
+        """Send one request to the node at that address, and return the outcome.
 
         Raises CallerInterrupted if the call that it belongs to (`within`) has been interrupted.
         """
@@ -188,7 +188,7 @@ class DirectTransport(_RequestEncoder):
                 return self._attempt(connection, request, address, request.timeout_s, within)
             except _BROKEN as e:
                 if not _may_repeat(request, e):
-                    self._idle.drop(address)  # if the shard has died, later requests would find them ended one by one
+                    self._idle.drop(address)  # if the node has died, later requests would find them ended one by one
                     return _failure(e, request, address)
             if not deadline.left_s():
                 return _failure(TimeoutError(), request, address)
@@ -271,7 +271,7 @@ class AsyncDirectTransport(_RequestEncoder):
         self._closed = False
 
     async def send(self, request: Request, address: str) -> Outcome:
-        """Send one request to the shard at that address, and return the outcome."""
+        """Send one request to the node at that address, and return the outcome."""
         if not self._belongs_to(asyncio.get_running_loop()):
             return problem("conflict", _ANOTHER_LOOPS, hint="make a client for each")
         deadline = Deadline(time.monotonic() + request.timeout_s)

@@ -1,4 +1,4 @@
-"""The client's side of an HTTP/2 connection to a shard, sans I/O: bytes to send, and the answers to the requests.
+"""The client's side of an HTTP/2 connection to a node, sans I/O: bytes to send, and the answers to the requests.
 
 Two drivers move the bytes: `connection` blocks, with one request at a time; `aio_connection` runs many concurrent
 requests on an event loop.  Request bodies do not pass through here: the driver sends them after the heads of their
@@ -15,14 +15,14 @@ from paramserver.wire import http2 as wire
 from paramserver.wire.http2 import Header
 
 SILENCE_S: Final = 5.0
-"""How long a shard may be silent before it is sent a PING, and how long it has to react to that."""
+"""How long a node may be silent before it is sent a PING, and how long it has to react to that."""
 FRAME_BYTES: Final = 2 << 20
 WINDOW_BYTES: Final = wire.WINDOW_MAX
 """Receive window of the connection and of each stream: the maximum, because a body goes straight to its destination."""
 DIRECT_BYTES_MIN: Final = 16 << 10
 """At least this much of a body must be due for a read straight into the sink's memory."""
 STREAMS_MAX: Final = 100
-"""Limit on concurrent streams until the shard's SETTINGS give one."""
+"""Limit on concurrent streams until the node's SETTINGS give one."""
 _NOWHERE: Final = memoryview(b"")
 _HEADER_BYTES_MAX: Final = 64 << 10
 _PING: Final = wire.frame(wire.PING, 0, 0, bytes(8))
@@ -36,16 +36,16 @@ _HELLO: Final = (
 
 
 class Refused(OSError):
-    """Raised when the shard has not processed the request: it can be sent again on another connection."""
+    """Raised when the node has not processed the request: it can be sent again on another connection."""
 
 
 def broken_off(error: Exception) -> Refused:
-    """Return the error of a request whose connection ended before the shard had all of it: it executes no other."""
+    """Return the error of a request whose connection ended before the node had all of it: it executes no other."""
     return Refused(f"the connection ended while the request was sent ({error})")
 
 
 class NotSent(TimeoutError):
-    """Raised when the shard did not take the whole body of a request in time: it has not carried it out."""
+    """Raised when the node did not take the whole body of a request in time: it has not carried it out."""
 
     def __init__(self, sent_bytes: int, body_bytes: int) -> None:
         super().__init__(f"{sent_bytes} of {body_bytes} bytes were sent")
@@ -67,7 +67,7 @@ class Answer:
         self.received = 0
         """Bytes of the stream's receive window used since the last window update."""
         self.request_sent = self.response_ended = False
-        """Whether the request has been sent completely, and whether the shard has ended its side of the stream."""
+        """Whether the request has been sent completely, and whether the node has ended its side of the stream."""
         self._due: int | None = None
         """Bytes of the body that are still to come, if its length was announced."""
         self._sink = sink
@@ -148,9 +148,7 @@ class Client:
         self.open: dict[int, Answer] = {}
         """stream -> its answer."""
         self._scanner = wire.Scanner(FRAME_BYTES, _HEADER_BYTES_MAX)
-        self._decoder = wire.HeaderDecoder(_HEADER_BYTES_MAX, _status_and_headers)
-        self._block: bytearray | None = None
-        self._block_ends = False
+        self._heads = wire.BlockReader(_HEADER_BYTES_MAX, _status_and_headers)
         self._newest = -1
         self._send_window = self._new_send_window = wire.WINDOW_BYTES
         """Send windows, in bytes: the connection's, and that of a new stream."""
@@ -186,7 +184,7 @@ class Client:
         answer.request_sent = ends
 
     def ping(self) -> None:
-        """Send a PING, to find out whether the shard is alive."""
+        """Send a PING, to find out whether the node is alive."""
         self.unsent += _PING
 
     def close(self, stream: int) -> None:
@@ -214,8 +212,7 @@ class Client:
         """Process the next bytes.  Raises OSError if they are not valid HTTP/2."""
         try:
             for kind, flags, stream, payload, cost in self._scanner.scan(data):
-                if self._block is not None and kind != wire.CONTINUATION:
-                    raise wire.Http2Error(wire.PROTOCOL_ERROR, "another frame inside a header block")
+                self._heads.check(kind)
                 if kind == wire.DATA:
                     self._data(flags, stream, payload, cost)
                 else:
@@ -246,7 +243,7 @@ class Client:
 
     def _frame(self, kind: int, flags: int, stream: int, payload: memoryview) -> None:
         if kind in (wire.HEADERS, wire.CONTINUATION):
-            self._headers(kind, flags, stream, payload)
+            self._headers(flags, stream, payload)
         elif kind == wire.WINDOW_UPDATE:
             if stream == 0:
                 self._send_window += wire.parse_u31(payload)
@@ -262,32 +259,24 @@ class Client:
             last = wire.parse_u31(payload[:4]) if len(payload) >= 8 else wire.WINDOW_MAX
             for number, answer in self.open.items():
                 if number > last:
-                    answer.fail(Refused("the shard is closing this connection"))
+                    answer.fail(Refused("the node is closing this connection"))
         elif kind == wire.RST_STREAM and (answer := self.open.get(stream)) is not None:
             answer.request_sent = answer.response_ended = True
             if wire.parse_u32(payload) == wire.REFUSED_STREAM:
-                answer.fail(Refused("the shard refused the stream"))
+                answer.fail(Refused("the node refused the stream"))
             else:
-                answer.fail(ConnectionResetError("the shard reset the stream"))
+                answer.fail(ConnectionResetError("the node reset the stream"))
 
-    def _headers(self, kind: int, flags: int, stream: int, payload: memoryview) -> None:
+    def _headers(self, flags: int, stream: int, payload: memoryview) -> None:
         """Process a frame of a header block: when it is complete, it begins an answer, or ends one as its trailers."""
-        if kind == wire.HEADERS:
-            self._block = bytearray(wire.header_fragment(flags, payload))
-            self._block_ends = bool(flags & wire.END_STREAM)
-        elif self._block is None or len(self._block) > _HEADER_BYTES_MAX:
-            raise wire.Http2Error(wire.PROTOCOL_ERROR, "CONTINUATION without HEADERS, or header block too large")
-        else:
-            self._block += payload
-        if not flags & wire.END_HEADERS:
+        if (block := self._heads.read(stream, flags, payload)) is None:
             return
-        block, self._block = bytes(self._block), None
-        status, headers = self._decoder.decode(block)
+        (status, headers), ends = block
         answer = self.open.get(stream)
         if answer is None or answer.ended:
             return
         answer.begin(status, headers)
-        if self._block_ends:
+        if ends:
             answer.response_ended = True
             answer.end()
 

@@ -343,6 +343,42 @@ class HeaderDecoder(Generic[T]):
         return result
 
 
+class BlockReader(Generic[T]):
+    """Puts the header blocks of one peer together from their frames, and decodes them."""
+
+    def __init__(self, bytes_max: int, read: Callable[[Sequence[Header]], T]) -> None:
+        """`bytes_max` bounds a block, encoded and decoded; `read` as in `HeaderDecoder`."""
+        self._bytes_max, self._decoder = bytes_max, HeaderDecoder(bytes_max, read)
+        self._begun: tuple[int, int, bytearray] | None = None
+        """An incomplete block: its stream, its flags, and what has arrived of it."""
+
+    def check(self, kind: int) -> None:
+        """Raise Http2Error unless the next frame may be of this kind: CONTINUATION while a block is incomplete."""
+        if (self._begun is not None) != (kind == CONTINUATION):
+            raise Http2Error(PROTOCOL_ERROR, "a header block that is interrupted or has no beginning")
+
+    def read(self, stream: int, flags: int, payload: memoryview) -> tuple[T, bool] | None:
+        """Take a HEADERS frame, or the CONTINUATION of a block; returns None if more of the block is to come.
+
+        Otherwise returns what `read` makes of it, and whether the stream ends with it.  Raises Http2Error.
+        """
+        if self._begun is None:
+            block = bytearray(header_fragment(flags, payload))
+        else:
+            opened, first_flags, block = self._begun
+            if opened != stream:
+                raise Http2Error(PROTOCOL_ERROR, "a header block that is interrupted")
+            flags = flags & END_HEADERS | first_flags & END_STREAM
+            block += payload
+        if len(block) > self._bytes_max:
+            raise Http2Error(ENHANCE_YOUR_CALM, "headers that are too long")
+        if not flags & END_HEADERS:
+            self._begun = (stream, flags, block)
+            return None
+        self._begun = None
+        return self._decoder.decode(bytes(block)), bool(flags & END_STREAM)
+
+
 def _newest(table: Any) -> object:
     """Return the table's newest entry, which is a different object once a block has changed the table."""
     return table.dynamic_entries[0] if table.dynamic_entries else None
