@@ -22,9 +22,10 @@ from benchmarks.meters import median_s
 
 import paramserver as ps
 from paramserver import kernels
-from paramserver.client.encoding import Encoded, Encoding, Feedback, draft_for, ready
-from paramserver.client.gradients import Content, Scan
-from paramserver.codecs import Codec, check_content
+from paramserver.client.encoding import Content, Encoded, Encoding, Feedback, draft_for, ready
+from paramserver.client.gradients import Scan
+from paramserver.codecs.codec import Codec
+from paramserver.codecs.parts import check_content
 from paramserver.codecs.stage import unpack
 from paramserver.core.layout import Layout
 from paramserver.core.spec import ModelSpec

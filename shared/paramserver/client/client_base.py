@@ -1,10 +1,11 @@
 """What the blocking and the asyncio client share: the cluster's URLs and map, deadlines, and push numbers."""
 
+import secrets
 import threading
 
 from paramserver import limits
 from paramserver.client.cluster import Cluster
-from paramserver.client.numbers import PushNumbers, private_numbers
+from paramserver.client.numbers import PushNumbers
 from paramserver.client.shared_arrays import SharedArrays
 from paramserver.net.calls import Deadline, seconds
 from paramserver.net.forks import call_in_forked_child
@@ -45,5 +46,6 @@ class ClientBase:
             if model not in self._numbers:
                 if len(self._numbers) >= limits.MODELS_MAX:  # the oldest one's model was most likely deleted
                     del self._numbers[next(iter(self._numbers))]
-                self._numbers[model] = private_numbers()
+                # Of a sender that has not joined: only ids issued by the scheduler contain a '/'.
+                self._numbers[model] = PushNumbers(f"c-{secrets.token_hex(8)}", 1)
             return self._numbers[model]

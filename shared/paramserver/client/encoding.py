@@ -4,17 +4,18 @@ import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from math import hypot, isfinite
-from typing import Final
+from typing import Final, TypeAlias
 
 import numpy as np
 from msgspec import Struct
+from msgspec.structs import replace
 
-from paramserver.client.gradients import VIEW_BYTES_MIN, Content, Gradient, Grads, Scan, prepare
+from paramserver.client.gradients import VIEW_BYTES_MIN, Gradient, Grads, Scan, prepare
 from paramserver.client.rows import Rows, ids_of
 from paramserver.codecs.codec import Codec
 from paramserver.core.layout import Layout
 from paramserver.core.selection import Part, Ranges, Selection, listed
-from paramserver.errors import PsError, problem
+from paramserver.errors import problem
 from paramserver.types import F32, AnyArray, DType, DTypeLike
 
 
@@ -160,6 +161,20 @@ class Encoded(Struct, frozen=True):
         return [self.parts[p.partition][0].data for p in parts]
 
 
+Content: TypeAlias = Gradient | Encoded
+"""What a push carries."""
+
+
+def apart_from(out: AnyArray, gradient: Content) -> Content:
+    """Return the gradient, with what shares memory with `out` copied, be it an array or something made of one.
+
+    Values arrive in `out` while some shard's part of the gradient may still have to be sent again.
+    """
+    if not isinstance(gradient, Gradient) or gradient.memory is not None:
+        return gradient
+    return replace(gradient, sources=tuple([s.copy() if np.may_share_memory(s, out) else s for s in gradient.sources]))
+
+
 class Encoding(Struct, frozen=True):
     """Which elements of a gradient a push sends, and as what."""
 
@@ -236,7 +251,9 @@ def _whole(gradient: Gradient, codec: Codec, generation: int, draft: Draft) -> E
 
     for part in gradient.selection.parts:
         if part.ranges is not None:
-            raise _partial(codec, part)
+            detail = f"codec {codec.text} encodes whole partitions, but this push covers only a part of partition "
+            hint = 'push every parameter, or use codec="fp16"'
+            raise problem("invalid_encoding", f"{detail}{part.partition}", hint=hint)
     out: dict[int, tuple[AnyArray, int]] = {}
     norms: list[float] = []
     scan = Scan(exact=False)  # only to find NaN and infinity: the norm is that of the encoded values
@@ -286,9 +303,3 @@ def stored(codec: Codec, data: AnyArray) -> tuple[AnyArray, int]:
     from paramserver.codecs.stage import pack
 
     return pack(codec.stage, data), data.size
-
-
-def _partial(codec: Codec, part: Part) -> PsError:
-    covered = f"this push covers only a part of partition {part.partition}"
-    detail = f"codec {codec.text} encodes whole partitions, but {covered}"
-    return problem("invalid_encoding", detail, hint='push every parameter, or use codec="fp16"')

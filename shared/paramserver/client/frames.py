@@ -12,8 +12,8 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from paramserver.client.cluster import ModelMap
-from paramserver.client.encoding import Encoded
-from paramserver.client.gradients import Content, Gradient, Scan
+from paramserver.client.encoding import Content, Encoded
+from paramserver.client.gradients import Gradient, Scan
 from paramserver.client.same_host import SLOT_BYTES_MIN, Leased, SameHost, Slot, is_same_host
 from paramserver.core.layout import Layout
 from paramserver.core.selection import Part

@@ -9,7 +9,7 @@ and refuses the gradient as a whole.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import inf, isfinite, sqrt
-from typing import Any, Final, Protocol, TypeAlias
+from typing import Any, Final, TypeAlias
 
 import numpy as np
 from msgspec import Struct
@@ -111,27 +111,6 @@ class Gradient(Struct, frozen=True):
                 scan.found_bad(param.name)
 
 
-class Content(Protocol):
-    """What a push carries: a `Gradient`, or one that is already encoded."""
-
-    @property
-    def selection(self) -> Selection:
-        """The elements it touches."""
-
-    @property
-    def dtype(self) -> DType:
-        """The dtype given in the frame."""
-
-    def body_bytes(self, parts: Sequence[Part]) -> int:
-        """Return the size, in bytes, of a body of these parts."""
-
-    def write(self, parts: Sequence[Part], body: memoryview, scan: "Scan") -> None:
-        """Write the parts end to end into `body`; results of scanning them go to `scan`."""
-
-    def views(self, parts: Sequence[Part], scan: "Scan") -> list[memoryview] | None:
-        """Return the parts in place, in order; None if they need conversion or are in small pieces."""
-
-
 def prepare(
     layout: Layout,
     grads: Grads,
@@ -195,16 +174,6 @@ def _limited(
     if only and len(only) == len(known) and not any(map(len, only.values())):
         raise problem("empty_push", "the push names no element", hint="worker.clock() ends an iteration without a push")
     return touched, only
-
-
-def apart_from(out: AnyArray, gradient: "Content") -> "Content":
-    """Return the gradient, with what shares memory with `out` copied, be it an array or something made of one.
-
-    Values arrive in `out` while some shard's part of the gradient may still have to be sent again.
-    """
-    if not isinstance(gradient, Gradient) or gradient.memory is not None:
-        return gradient
-    return replace(gradient, sources=tuple([s.copy() if np.may_share_memory(s, out) else s for s in gradient.sources]))
 
 
 def _flat(layout: Layout, grads: Any, ranges: Ranges | Rows | None, dtype: str | None) -> Gradient:

@@ -1,6 +1,5 @@
 """Push ids of one sender, with consecutive sequence numbers; at most 64 are in doubt at a time."""
 
-import secrets
 import threading
 import weakref
 
@@ -68,8 +67,3 @@ class PushNumbers:
             push_id = PushId(self.worker, self.epoch, seq)
             self._in_doubt[seq] = weakref.ref(push_id)
             return push_id
-
-
-def private_numbers() -> PushNumbers:
-    """Return the push ids of a sender that has not joined; only ids issued by the scheduler contain a '/'."""
-    return PushNumbers(f"c-{secrets.token_hex(8)}", 1)

@@ -7,7 +7,7 @@ from msgspec.structs import replace
 from paramserver.client.arrays import Params
 from paramserver.client.arrivals import Arrivals, memory
 from paramserver.client.cluster import Cluster, ModelMap
-from paramserver.client.encoding import NO_ENCODING, Draft, Encoding, draft_for, ready
+from paramserver.client.encoding import NO_ENCODING, Content, Draft, Encoding, apart_from, draft_for, ready
 from paramserver.client.frames import (
     Outgoing,
     OwnBase,
@@ -17,7 +17,7 @@ from paramserver.client.frames import (
     pull_request,
     push_reply,
 )
-from paramserver.client.gradients import Content, Grads, apart_from
+from paramserver.client.gradients import Grads
 from paramserver.client.pushed import Pushed, summed
 from paramserver.client.rows import Rows, arranged, chosen, ids_of, with_rows
 from paramserver.client.same_host import Leased
