@@ -19,6 +19,9 @@ from tests.waiting import eventually
 
 import paramserver as ps
 from paramserver.client import checkpointing
+from paramserver.errors import PsError
+from paramserver.net.calls import Outcome, Response
+from paramserver.net.retry import to_result
 
 from .cluster import Cluster, get, ones
 
@@ -330,7 +333,7 @@ KILLED = """
 import os, signal, sys
 import paramserver as ps
 from paramserver.client import checkpointing
-checkpointing._sort_outcomes = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+checkpointing.to_result = lambda _: os.kill(os.getpid(), signal.SIGKILL)
 ps.connect(sys.argv[1]).restore(sys.argv[2], as_=sys.argv[3])
 """
 """A restore that is killed once the first of the partitions are set."""
@@ -399,7 +402,6 @@ def test_what_a_dying_shard_loses_during_a_restore_is_set_again(
 ) -> None:
     """A restore during which a shard dies, after it took values and before it stored them, sets these again."""
     watch, client = ps.connect(own_cluster.url), ps.connect(own_cluster.url)
-    sort = checkpointing._sort_outcomes
 
     def tokens(copy: str) -> list[int]:
         found = watch.model(copy).info()
@@ -411,14 +413,14 @@ def test_what_a_dying_shard_loses_during_a_restore_is_set_again(
         model = client.create_model(of, {"w": np.ones(64, np.float32)}, consistency=mode, partitions=16)
         model.checkpoint(tmp_path / of)
 
-        def after_a_death(*args: Any) -> Any:
+        def after_a_death(outcome: Outcome) -> Response | PsError:
             monkeypatch.undo()
             before = tokens(copy)
             victims.append(own_cluster.kill("shards"))
             eventually(lambda: tokens(copy) not in (before, []), what="other owners")
-            return sort(*args)
+            return to_result(outcome)
 
-        monkeypatch.setattr(checkpointing, "_sort_outcomes", after_a_death)
+        monkeypatch.setattr(checkpointing, "to_result", after_a_death)
         assert client.restore(tmp_path / of, as_=copy).pull()["w"].tolist() == [1.0] * 64
         return victims[0]
 

@@ -1,10 +1,9 @@
 """Checkpoints on the caller's own disk: the partitions of all owners saved to one folder, and restored from it."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
-from msgspec.structs import replace
 
 from paramserver.client.cluster import Cluster, ModelMap, model_path
 from paramserver.client.control import Creation, listed
@@ -14,7 +13,7 @@ from paramserver.core.partition_state import PartitionState
 from paramserver.errors import ConflictError, NotFoundError, PsError, StaleMapError, problem
 from paramserver.net.calls import ATTEMPT_S, Call, Deadline, Pause, Request, Response, json_request
 from paramserver.net.retry import Backoff, deliver_json, is_temporary, to_result
-from paramserver.wire.frame import MEDIA_TYPE, decode_header, encode_header
+from paramserver.wire.frame import FRAME_HEADERS, MEDIA_TYPE, decode_header, encode_header
 from paramserver.wire.state import StateFrame, restore_frame, taken_out
 
 if TYPE_CHECKING:
@@ -122,8 +121,8 @@ def restore(
 
 def _create(cluster: Cluster, document: Mapping[str, Any], token: str, deadline: Deadline) -> Call[ModelMap]:
     """Create a model that is `initializing` until `_set_all` has ended; return its map."""
-    request = json_request("POST", "/internal/models", document, timeout_s=deadline.attempt_s())
-    request = replace(request, headers={**request.headers, "x-upload-token": token})
+    headers = {"x-upload-token": token}
+    request = json_request("POST", "/internal/models", document, timeout_s=deadline.attempt_s(), headers=headers)
     return (yield from cluster.store_document((yield from deliver_json(request, deadline)), deadline))
 
 
@@ -138,18 +137,16 @@ def _set_all(cluster: Cluster, model_map: ModelMap, found: "Checkpoint", deadlin
         yield from _report(model_map, {"workers": workers}, deadline)
     names = slot_names(model_map.layout.spec.optimizer)
     least = versions(model_map.layout, Layout(found.spec), found.versions)
-    pending, sent = list(range(len(states))), dict[int, int]()
-    backoff = Backoff(deadline)
-    while pending:
-        now, later = pending[:AT_ONCE], pending[AT_ONCE:]
-        sent.update((i, _token(model_map, i)) for i in now)
-        requests = [_set_request(cluster, model_map, i, states[i], names, least[i], deadline) for i in now]
-        outcomes = yield requests
-        again, model_map = yield from _sort_outcomes(cluster, model_map, now, outcomes, backoff, deadline, {})
-        pending = again + later
-        if not pending:  # what the death of a shard has undone meanwhile is set again
-            model_map = yield from _fresh_map(cluster, model_map, deadline)
-            pending = [i for i in sent if sent[i] != _token(model_map, i)]
+    pending, sent, backoff = list(range(len(states))), dict[int, int](), Backoff(deadline)
+
+    def request_of(at: ModelMap, i: int) -> Request:
+        sent[i] = _token(at, i)
+        return _set_request(cluster, at, i, states[i], names, least[i], deadline)
+
+    while pending:  # again, for what the death of a shard has undone meanwhile
+        _, model_map = yield from _from_owners(cluster, model_map, pending, request_of, backoff, deadline)
+        model_map = yield from _fresh_map(cluster, model_map, deadline)
+        pending = [i for i in sent if sent[i] != _token(model_map, i)]
     document = yield from _report(model_map, {"timeline": model_map.timeline, "version": found.version}, deadline)
     return (yield from cluster.store_document(document, deadline))
 
@@ -178,60 +175,53 @@ def _states(
     cluster: Cluster, model_map: ModelMap, cut: int | None, deadline: Deadline
 ) -> Call[list[tuple[StateFrame, PartitionState]]]:
     """Fetch the whole state of every partition, in order of index."""
-    found: dict[int, Response] = {}
-    pending = list(range(model_map.spec.partitions))
-    backoff = Backoff(deadline)
     query = f"?generation={model_map.generation}" + (f"&cut={cut}" if cut is not None else "")
-    while pending:
-        now, later = pending[:AT_ONCE], pending[AT_ONCE:]
-        requests = [
-            Request(
-                "GET",
-                f"/internal/state/{model_map.name}/{i}{query}",
-                headers={"accept": MEDIA_TYPE},
-                to=cluster.route(model_map, i),
-                timeout_s=deadline.attempt_s(),
-            )
-            for i in now
-        ]
-        outcomes = yield requests
-        again, model_map = yield from _sort_outcomes(cluster, model_map, now, outcomes, backoff, deadline, found)
-        pending = again + later
+
+    def request_of(at: ModelMap, i: int) -> Request:
+        path, timeout_s = f"/internal/state/{at.name}/{i}{query}", deadline.attempt_s()
+        return Request("GET", path, headers={"accept": MEDIA_TYPE}, to=cluster.route(at, i), timeout_s=timeout_s)
+
+    indices = range(model_map.spec.partitions)
+    found, _ = yield from _from_owners(cluster, model_map, indices, request_of, Backoff(deadline), deadline)
     out: list[tuple[StateFrame, PartitionState]] = []
-    for i in range(model_map.spec.partitions):
+    for i in indices:
         frame, offset = decode_header(found[i].body, StateFrame)
         out.append((frame, frame.read(memoryview(found[i].body)[offset:])))
     return out
 
 
-def _sort_outcomes(
+def _from_owners(
     cluster: Cluster,
     model_map: ModelMap,
-    sent: Sequence[int],
-    outcomes: Sequence[Any],
+    indices: Sequence[int],
+    request_of: Callable[[ModelMap, int], Request],
     backoff: Backoff,
     deadline: Deadline,
-    into: dict[int, Response],
-) -> Call[tuple[list[int], ModelMap]]:
-    """Store good responses in `into`; return the partitions to request again, and the map to use."""
-    again: list[int] = []
-    failure: PsError | None = None
-    for i, outcome in zip(sent, outcomes, strict=True):
-        result = to_result(outcome)
-        if isinstance(result, Response):
-            into[i] = result
-        elif isinstance(result, StaleMapError) or is_temporary(result):
-            again.append(i)
-            failure = result
-        elif result.code == "not_found" and cluster.route(model_map, i) is None:
-            hint = "the shards' addresses are not reachable from here; `psctl checkpoint save` saves on the server"
-            raise problem("not_found", "whole partitions can be read only from the shards directly", hint=hint)
-        else:
-            raise result
-    if failure is not None:
-        yield backoff.pause(failure)
-        model_map = yield from _fresh_map(cluster, model_map, deadline)
-    return again, model_map
+) -> Call[tuple[dict[int, Response], ModelMap]]:
+    """Send each of these partitions' requests to its owner; return their good responses, and the map to use then."""
+    found: dict[int, Response] = {}
+    pending = list(indices)
+    while pending:
+        now, again = pending[:AT_ONCE], list[int]()
+        failure: PsError | None = None
+        outcomes = yield [request_of(model_map, i) for i in now]
+        for i, outcome in zip(now, outcomes, strict=True):
+            result = to_result(outcome)
+            if isinstance(result, Response):
+                found[i] = result
+            elif isinstance(result, StaleMapError) or is_temporary(result):
+                again.append(i)
+                failure = result
+            elif result.code == "not_found" and cluster.route(model_map, i) is None:
+                hint = "the shards' addresses are not reachable from here; `psctl checkpoint save` saves on the server"
+                raise problem("not_found", "whole partitions can be read only from the shards directly", hint=hint)
+            else:
+                raise result
+        if failure is not None:
+            yield backoff.pause(failure)
+            model_map = yield from _fresh_map(cluster, model_map, deadline)
+        pending = again + pending[AT_ONCE:]
+    return found, model_map
 
 
 def _fresh_map(cluster: Cluster, model_map: ModelMap, deadline: Deadline) -> Call[ModelMap]:
@@ -254,6 +244,5 @@ def _set_request(
     frame, arrays = restore_frame(model_map.name, model_map.generation, index, state, names, version)
     head = encode_header(frame)
     body = np.concatenate([np.frombuffer(head, np.uint8), *(np.ascontiguousarray(a).view(np.uint8) for a in arrays)])
-    headers = {"accept": MEDIA_TYPE, "content-type": MEDIA_TYPE}
-    request = Request("POST", f"/internal/set/{model_map.name}", body.data, headers, cluster.route(model_map, index))
-    return replace(request, timeout_s=deadline.attempt_s())
+    path, to = f"/internal/set/{model_map.name}", cluster.route(model_map, index)
+    return Request("POST", path, body.data, FRAME_HEADERS, to, timeout_s=deadline.attempt_s())

@@ -23,7 +23,7 @@ from paramserver.errors import PsError, problem
 from paramserver.limits import LEASE_S
 from paramserver.net.calls import ATTEMPT_S, Call, Deadline, Request, Response, json_of, json_request
 from paramserver.net.retry import deliver_json
-from paramserver.wire.frame import MEDIA_TYPE, PullFrame, encode_header
+from paramserver.wire.frame import FRAME_HEADERS, PullFrame, encode_header
 
 log = logging.getLogger("paramserver")
 
@@ -210,8 +210,7 @@ class Cluster:
                         parts=[(partition, of_pairs([(0, 1)]))],
                         release=self.same_host.take_ended(address),
                     )
-                    headers = {"accept": MEDIA_TYPE, "content-type": MEDIA_TYPE}
-                    return Request("POST", "/pull", encode_header(frame), headers, address, timeout_s=LEAVE_S)
+                    return Request("POST", "/pull", encode_header(frame), FRAME_HEADERS, address, timeout_s=LEAVE_S)
         return None
 
     def gradients(self, model: str, deadline: Deadline) -> Call[GradientArrays]:

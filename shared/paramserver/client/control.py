@@ -9,8 +9,6 @@ from types import MappingProxyType
 from typing import Any, Final, NamedTuple
 from urllib.parse import quote
 
-from msgspec.structs import replace
-
 from paramserver import limits
 from paramserver.client.cluster import Cluster, ModelMap, component, model_path
 from paramserver.client.uploads import put_values
@@ -72,8 +70,8 @@ def create_model(
     (`model_exists`) if a model of that name exists with another spec, or with the same one and without `exist_ok`.
     """
     backoff = Backoff(deadline)
-    request = json_request("POST", "/models", body, timeout_s=deadline.attempt_s())
-    request = replace(request, headers={**request.headers, "x-upload-token": creation.token})
+    headers = {"x-upload-token": creation.token}
+    request = json_request("POST", "/models", body, timeout_s=deadline.attempt_s(), headers=headers)
     while True:
         creation.name = str(body["name"])
         answer = yield from deliver(request, deadline, backoff)
@@ -165,8 +163,8 @@ def delete_model(cluster: Cluster, model: str, generation: int | None, deadline:
 
 def delete(path: str, deadline: Deadline, headers: Mapping[str, str] = MappingProxyType({})) -> Call[None]:
     """Delete what is at a path; if an earlier attempt is in doubt, what is gone or replaced counts as deleted."""
-    backoff, request = Backoff(deadline), json_request("DELETE", path, timeout_s=deadline.attempt_s())
-    request = replace(request, headers={**request.headers, **headers})
+    backoff = Backoff(deadline)
+    request = json_request("DELETE", path, timeout_s=deadline.attempt_s(), headers=headers)
     try:
         yield from deliver(request, deadline, backoff)
     except (NotFoundError, FencedError):

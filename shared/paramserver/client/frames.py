@@ -21,6 +21,7 @@ from paramserver.errors import PsError, problem
 from paramserver.net.calls import Request, Response, foreign
 from paramserver.types import ITEMSIZE, AnyArray, DType, PushId
 from paramserver.wire.frame import (
+    FRAME_HEADERS,
     MEDIA_TYPE,
     PullFrame,
     PullReply,
@@ -33,8 +34,6 @@ from paramserver.wire.frame import (
 )
 from paramserver.wire.incoming_pull import IncomingPull
 from paramserver.wire.tensor import bf16_bits_to_f32
-
-_HEADERS: Final = {"accept": MEDIA_TYPE, "content-type": MEDIA_TYPE}
 
 
 class OwnBase(dict[int, tuple[int, int]]):
@@ -154,7 +153,7 @@ class Outgoing:
                 assert len(prefix) == len(placeholder), "a float has the same length whatever its value"
             if body is not None:
                 body[: len(prefix)] = np.frombuffer(prefix, np.uint8)
-            out.append(Request("POST", path, prefix if body is None else body.data, _HEADERS, to, rest=rest))
+            out.append(Request("POST", path, prefix if body is None else body.data, FRAME_HEADERS, to, rest=rest))
         return out
 
     def _clips(self, model_map: ModelMap) -> bool:
@@ -252,7 +251,7 @@ def pull_request(
         mapped=terms.whole and _mapped(to, terms.dtype),
         release=same_host.take_ended(to),
     )
-    return Request("POST", "/pull", encode_header(frame), _HEADERS, to, sink)
+    return Request("POST", "/pull", encode_header(frame), FRAME_HEADERS, to, sink)
 
 
 def push_reply(response: Response) -> PushReply:

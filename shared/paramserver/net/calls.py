@@ -11,6 +11,7 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from math import inf
 from numbers import Integral, Real
+from types import MappingProxyType
 from typing import Any, Final, Protocol, TypeAlias, TypeVar
 
 import numpy as np
@@ -139,9 +140,16 @@ class Deadline:
         return Request(r.method, r.path, r.body, r.headers, r.to, sink or r.sink, left_s, r.rest)
 
 
-def json_request(method: str, path: str, data: Any = None, *, timeout_s: float = 30.0) -> Request:
+def json_request(
+    method: str,
+    path: str,
+    data: Any = None,
+    *,
+    timeout_s: float = 30.0,
+    headers: Mapping[str, str] = MappingProxyType({}),
+) -> Request:
     """Return a control request with a JSON body; without a body if `data` is None."""
-    head = {"accept": "application/json"}
+    head = {"accept": "application/json", **headers}
     if data is None:
         return Request(method, path, None, head, timeout_s=timeout_s)
     head["content-type"] = "application/json"

@@ -32,6 +32,8 @@ from paramserver.types import ITEMSIZE, AnyArray, PushId
 from paramserver.wire.bounded import Buffer
 
 MEDIA_TYPE: Final = "application/vnd.paramserver.frame"
+FRAME_HEADERS: Final[Mapping[str, str]] = {"accept": MEDIA_TYPE, "content-type": MEDIA_TYPE}
+"""Headers of a request whose body is a frame, as its answer is to be."""
 MAGIC: Final = b"PS"
 FORMAT: Final = 1
 PREFIX_BYTES: Final = 8
