@@ -4,13 +4,11 @@ A scheduler's responses list all running schedulers.  The list is used only if i
 a tunnel, a published port or a proxy, a name that is valid inside the cluster may be somebody else's host out here.
 """
 
-import re
 from collections.abc import Mapping, Sequence
-from ipaddress import ip_address
 from typing import Final
 from urllib.parse import quote, urlsplit
 
-from paramserver.core.urls import DEFAULT_URL, listed_urls
+from paramserver.core.urls import DEFAULT_URL, is_node_url, listed_urls
 from paramserver.errors import InDoubt, Unavailable, problem
 from paramserver.net.calls import Outcome, Response, TakenTooSlowly, is_gateway_failure
 
@@ -48,22 +46,13 @@ def _in_ascii(url: str) -> str:
 
 
 def _wrong_with(url: str) -> str | None:
-    if not url.startswith(("http://", "https://")) or any(c in url for c in " ?#"):
-        return "it must be http(s)://HOST:PORT"
     try:
-        parts = urlsplit(url)
-        host = parts.hostname or ""
-        if "@" in parts.netloc:
+        if "@" in urlsplit(url).netloc:
             return "it has a user name; a cluster takes a token"
-        if not host or parts.port == 0 or re.fullmatch(r"https?://\d+", url):  # a port taken for an address
-            return "it has no host, or port 0"
-        if ":" in host or re.fullmatch(r"[\d.]+", host):
-            ip_address(host)
-        elif not re.fullmatch(r"[A-Za-z0-9._-]+", host.encode("idna").decode()):
-            return f"'{host}' cannot be a host"
-    except ValueError as e:
-        return str(e)
-    return None
+        fits = url.startswith(("http://", "https://")) and is_node_url(_in_ascii(url))
+    except ValueError:
+        fits = False
+    return None if fits else "it must be http(s)://HOST:PORT"
 
 
 class Addresses:
