@@ -13,7 +13,7 @@ from paramserver.client.encoding import Draft, Encoded, Encoding, Feedback, read
 from paramserver.client.gradient_arrays import GradientArrays
 from paramserver.client.same_host import SameHost
 from paramserver.client.values import sendable
-from paramserver.codecs import Codec
+from paramserver.codecs.codec import Codec
 from paramserver.core.layout import Layout
 from paramserver.core.spec import ModelSpec
 from paramserver.errors import InDoubt, PsError, RequestError, Unavailable
@@ -110,8 +110,7 @@ def _written(gradient: Any, part: Any) -> bytes:
 
 def left_out(made: buffers.GradientBuffers) -> list[Any]:
     """Return the residuals of a lossy codec, by partition."""
-    found = [made._shard_of[partition].residual(partition) for partition in sorted(made._shard_of)]
-    return [tensor.cpu().clone() for tensor in found if tensor is not None]
+    return [made._shard_of[partition].residual(partition).cpu().clone() for partition in sorted(made._shard_of)]
 
 
 class TorchSender(Sender):

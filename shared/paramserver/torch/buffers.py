@@ -77,8 +77,9 @@ class ShardBuffer:
             self.locations[partition] = _Location(at, size, byte, nbytes)
             at, byte = at + size + -size % align, byte + nbytes
         self.grads = torch.zeros(at, dtype=torch.float32, device=device)
-        self._residual = torch.zeros_like(self.grads) if codec.per_partition else None
-        self._new_residual = torch.zeros_like(self.grads) if codec.per_partition else None
+        self._residual = torch.zeros(at if codec.per_partition else 0, dtype=torch.float32, device=device)
+        """What the codec has left out so far; empty for one without error feedback."""
+        self._new_residual = torch.zeros_like(self._residual)
         self._accepted: set[int] = set()
         """Partitions whose new residual becomes the residual as soon as residuals are needed."""
         pinned = device.type == "cuda"
@@ -89,11 +90,11 @@ class ShardBuffer:
         location = self.locations[partition]
         return self.grads[location.start : location.start + location.size]
 
-    def residual(self, partition: int) -> Tensor | None:
-        """Return one partition's residual, what the codec left out so far; None for codecs without error feedback."""
+    def residual(self, partition: int) -> Tensor:
+        """Return one partition's residual, what the codec left out so far; empty for codecs without error feedback."""
         self._commit_residuals()
         location = self.locations[partition]
-        return None if self._residual is None else self._residual[location.start : location.start + location.size]
+        return self._residual[location.start : location.start + location.size]
 
     def encode(self) -> tuple[Tensor, Tensor]:
         """Return (packed bytes, which may still be in transfer to the host, squares); wait for the stream to use them.
@@ -115,8 +116,6 @@ class ShardBuffer:
         return self._host, squares
 
     def _int8(self) -> tuple[Tensor, Tensor]:
-        assert self._residual is not None
-        assert self._new_residual is not None
         scales, q, squares = device_codecs.int8_blocks(self.grads, self._residual, self._new_residual)
         pieces: list[Tensor] = []
         for location in self.locations.values():
@@ -126,8 +125,6 @@ class ShardBuffer:
         return torch.cat(pieces), squares
 
     def _topk(self) -> tuple[Tensor, Tensor]:
-        assert self._residual is not None
-        assert self._new_residual is not None
         pieces: list[Tensor] = []
         squares = torch.zeros((), dtype=torch.float64, device=self.grads.device)
         for location in self.locations.values():
@@ -144,7 +141,7 @@ class ShardBuffer:
 
     def _commit_residuals(self) -> None:
         """Replace residuals by accepted new ones, on the stream of the next encoding; no copy if all were accepted."""
-        if self._residual is None or self._new_residual is None:
+        if not self.codec.per_partition:
             return
         if len(self._accepted) == len(self.locations):
             self._residual, self._new_residual = self._new_residual, self._residual
@@ -210,10 +207,8 @@ class GradientBuffers:
         self._shards = [ShardBuffer(g, [sizes[p] for p in g], self.codec, self._device) for g in groups.values()]
         self._shard_of = {p: shard for shard in self._shards for p in shard.locations}
         for partition, shard in self._shard_of.items():
-            old = before[partition].residual(partition) if partition in before else None
-            new = shard.residual(partition)
-            if old is not None and new is not None:
-                new.copy_(old)
+            if partition in before:
+                shard.residual(partition).copy_(before[partition].residual(partition))
         self._owners = model_map.owners
         self._pieces = [
             (piece.param, piece.source, piece.source + piece.length, target)
