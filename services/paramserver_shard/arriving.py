@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Final, cast
 from msgspec.structs import replace
 
 from paramserver import kernels
-from paramserver.codecs import Codec, check_content, check_encoded_size
+from paramserver.codecs.codec import Codec
+from paramserver.codecs.parts import check_content, check_encoded_size
 from paramserver.codecs.stage import packed_bytes_max, unpack
 from paramserver.core.layout import Range
 from paramserver.core.ranges import RangeArray, elements

@@ -13,7 +13,7 @@ import numpy as np
 from msgspec import Struct
 from msgspec.structs import replace
 
-from paramserver.codecs import Codec
+from paramserver.codecs.codec import Codec
 from paramserver.core.ranges import RangeArray, elements
 from paramserver.core.shard.effects import PartVersion, PushDone
 from paramserver.core.shard.events import AssignPart, PullReceived, PushPart, PushReceived, SetReceived

@@ -14,7 +14,8 @@ from tests.decoding import decode_partition
 from tests.waiting import eventually
 
 import paramserver as ps
-from paramserver.codecs import Codec, encode_partition
+from paramserver.codecs.codec import Codec
+from paramserver.codecs.parts import encode_partition
 from paramserver.codecs.stage import pack
 from paramserver.core.layout import Layout
 from paramserver.core.ranges import of_pairs

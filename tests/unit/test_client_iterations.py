@@ -13,7 +13,7 @@ from paramserver import limits
 from paramserver.client.encoding import Encoded
 from paramserver.client.iterations import Iterations
 from paramserver.client.session import Session
-from paramserver.codecs import Codec
+from paramserver.codecs.codec import Codec
 from paramserver.core.selection import select
 from paramserver.errors import ConflictError, RequestError, Unavailable
 from paramserver.net.calls import Call, Deadline, Outcome, Request, Response

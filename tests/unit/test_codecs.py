@@ -16,15 +16,8 @@ from tests.refusals import refused_with
 
 from paramserver import kernels
 from paramserver.client.encoding import Draft, Encoded, Encoding, Feedback, draft_for, ready
-from paramserver.codecs import (
-    Codec,
-    check_content,
-    check_encoded_size,
-    encode_partition,
-    int8_bytes,
-    topk_count,
-    topk_count_max,
-)
+from paramserver.codecs.codec import Codec, int8_bytes, topk_count_max
+from paramserver.codecs.parts import check_content, check_encoded_size, encode_partition, topk_count
 from paramserver.codecs.stage import pack, packed_bytes_max, unpack
 from paramserver.core.layout import Layout
 from paramserver.core.optimizer import SegmentStep, initial_slots

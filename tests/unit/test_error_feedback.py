@@ -10,7 +10,7 @@ from tests.decoding import decode_partition
 from paramserver.client import transfer
 from paramserver.client.cluster import Cluster
 from paramserver.client.encoding import Draft, Encoding, Feedback
-from paramserver.codecs import Codec
+from paramserver.codecs.codec import Codec
 from paramserver.core.spec import ModelSpec
 from paramserver.errors import InDoubt, PsError, Unavailable
 from paramserver.net.calls import Deadline, Outcome, Request, Response

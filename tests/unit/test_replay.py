@@ -11,7 +11,7 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from paramserver.codecs import Codec
+from paramserver.codecs.codec import Codec
 from paramserver.codecs.parts import encode_partition
 from paramserver.core.commit import Contribution
 from paramserver.core.layout import Layout

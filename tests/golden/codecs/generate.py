@@ -10,7 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from paramserver.codecs import Codec, encode_partition
+from paramserver.codecs.codec import Codec
+from paramserver.codecs.parts import encode_partition
 from paramserver.codecs.stage import pack
 
 HERE = Path(__file__).parent
