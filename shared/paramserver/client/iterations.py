@@ -19,7 +19,7 @@ from paramserver.client.gradients import Grads
 from paramserver.client.pushed import DROPPED, Pushed
 from paramserver.client.reports import numbers_of
 from paramserver.client.session import Session
-from paramserver.errors import PsError, Unavailable, from_document, problem
+from paramserver.errors import PsError, Unavailable, problem
 from paramserver.net.calls import POLL_S, Call, Deadline
 
 T = TypeVar("T")
@@ -155,41 +155,29 @@ class Iterations:
     ) -> Call[Params]:
         """Like `step`, but return the values for the next iteration, if possible from the same round trip."""
         with self._session.ending_iteration():
-            return (yield from self._round(grads, metrics, deadline, until, out, view, **options))
-
-    def _round(
-        self,
-        grads: Grads,
-        metrics: Mapping[str, Any],
-        deadline: Deadline,
-        until: Deadline | None,
-        out: Params | None,
-        view: bool,
-        **options: Any,
-    ) -> Call[Params]:
-        s, numbers = self._session, numbers_of(metrics)
-        transfer.check_view(out, view)
-        if s.mode == "ssp":  # the values are pulled once the clock is released: the other workers are far enough then
-            yield from s.check_out(out, deadline)
-            done = yield from self._step(grads, numbers, deadline, until, **options)
+            s, numbers = self._session, numbers_of(metrics)
+            transfer.check_view(out, view)
+            if s.mode == "ssp":  # pull the values once the clock is released: the other workers are far enough then
+                yield from s.check_out(out, deadline)
+                done = yield from self._step(grads, numbers, deadline, until, **options)
+                return (yield from self._pull(deadline, until, out, view, done=done.state != "dropped"))
+            yield from s.rejoin_if_torn(deadline)
+            epoch, timeline = s.numbers.epoch, s.timeline
+            options |= {"last": True, "commit_wait_s": self._commit_wait_s(deadline)}
+            exchanging = s.exchange(grads, deadline, out=out, view=view, **options)
+            found = yield from self._reporting_divergence(timeline, numbers, exchanging)
+            done = DROPPED
+            if found is not None:
+                pushed, values = found
+                s.reports.note(timeline, s.clock, numbers)
+                over = self._released(pushed)
+                if not pushed.released and s.mode not in ("ssp", "sync"):  # nobody is waited for
+                    over = None, epoch, timeline  # other threads may have raised the clock meanwhile
+                done = yield from self._finish(deadline, until, pushed, over)
+                if over is not None and values is not None and (s.numbers.epoch, s.timeline) == over[1:]:
+                    s.record_pulled(values, *over[1:])
+                    return values.frozen() if view else values
             return (yield from self._pull(deadline, until, out, view, done=done.state != "dropped"))
-        yield from s.rejoin_if_torn(deadline)
-        epoch, timeline = s.numbers.epoch, s.timeline
-        commit_wait_s = self._commit_wait_s(deadline)
-        exchanging = s.exchange(grads, deadline, out=out, view=view, last=True, commit_wait_s=commit_wait_s, **options)
-        found = yield from self._reporting_divergence(timeline, numbers, exchanging)
-        done = DROPPED
-        if found is not None:
-            pushed, values = found
-            s.reports.note(timeline, s.clock, numbers)
-            over = self._released(pushed)
-            if not pushed.released and s.mode not in ("ssp", "sync"):  # nobody is waited for
-                over = None, epoch, timeline  # other threads may have raised the clock meanwhile
-            done = yield from self._finish(deadline, until, pushed, over)
-            if over is not None and values is not None and (s.numbers.epoch, s.timeline) == over[1:]:
-                s.record_pulled(values, *over[1:])
-                return values.frozen() if view else values
-        return (yield from self._pull(deadline, until, out, view, done=done.state != "dropped"))
 
     def _pull(
         self, deadline: Deadline, until: Deadline | None, out: Params | None, view: bool, *, done: bool
@@ -271,5 +259,4 @@ def pulling_after(done: str | None) -> Iterator[None]:
 
 def _hinting(error: PsError, hint: str) -> PsError:
     """Return the error of a call whose push was accepted, with `hint` appended to its own: it must not be repeated."""
-    hint = f"{error.hint}; {hint}" if error.hint else hint
-    return from_document({**error.document(), "hint": hint, "retryable": False})
+    return error.plus(retryable=False).with_detail(error.detail, f"{error.hint}; {hint}" if error.hint else hint)

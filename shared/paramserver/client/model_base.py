@@ -13,7 +13,7 @@ from paramserver.client.gradients import Grads
 from paramserver.client.rows import Rows
 from paramserver.core.fields import check_model_name
 from paramserver.core.selection import Ranges
-from paramserver.errors import InDoubt, PsError, problem
+from paramserver.errors import InDoubt, PsError
 from paramserver.net.calls import Call
 from paramserver.types import DTypeLike
 
@@ -79,8 +79,7 @@ class ModelBase:
                 raise e.plus(retryable=False) from e
             if e.code != "worker_required":
                 raise
-            hint = "with model.worker() as w: w.push(...)"
-            raise problem(e.code, e.detail, hint=hint, errors=e.errors, **e.members) from None
+            raise e.with_detail(e.detail, "with model.worker() as w: w.push(...)") from None
         finally:
             numbers.settle(push_id)
 

@@ -83,13 +83,13 @@ class Transfer:
         """Whether one request on each route may have everything."""
         return self.selection.size <= REQUEST_ELEMENTS_MAX or not self.groups(list(self.selection.parts))[1]
 
-    def again(self, failed: Sequence[Failed]) -> Call[list[Part]]:
-        """Return the parts to send again; backs off first if needed.
+    def again(self, failed: Sequence[Failed], waiting: Sequence[Part]) -> Call[list[Part]]:
+        """Return the parts to send next, the `waiting` ones and those to send again; backs off first if needed.
 
         Raises what the shards have refused for good, or the error of `Backoff.final` at the deadline.
         """
         if not failed:
-            return []
+            return in_order(waiting)
         errors = [error for _, _, error in failed if error.code != "slot_gone"]  # retried at once, with another slot
         failures = [e for e in errors if is_temporary(e) or self._is_outdated(e)]
         silence = Unreachable | InDoubt | TakenTooSlowly
@@ -110,7 +110,7 @@ class Transfer:
             if told or (waits and self.deadline.clock() >= self._refresh_at):
                 self._refresh_at = self.deadline.clock() + REFRESH_AGAIN_S
                 yield from self._refresh()
-        return in_order(part for _, parts, _ in failed for part in parts)
+        return in_order([*waiting, *(part for _, parts, _ in failed for part in parts)])
 
     def _is_outdated(self, error: PsError) -> bool:
         """Whether the request was made from a map that is older than what the shard knows."""

@@ -21,7 +21,7 @@ from paramserver.client.gradients import Grads
 from paramserver.client.pushed import Pushed, summed
 from paramserver.client.rows import Rows, arranged, chosen, ids_of, with_rows
 from paramserver.client.same_host import Leased
-from paramserver.client.sends import PushTransfer, Transfer, good_and_failed, in_order
+from paramserver.client.sends import PushTransfer, Transfer, good_and_failed
 from paramserver.client.values import sendable
 from paramserver.core.fields import NUMBER_MAX, whole_number
 from paramserver.core.selection import Names, Ranges, Selection, listed, select
@@ -99,7 +99,7 @@ def pull(
             ]
             good, failed = good_and_failed(groups, (yield requests))
             try:
-                pending = yield from transfer.again(failed)
+                pending = yield from transfer.again(failed, waiting)
             except PsError as e:
                 if e.code != "version_not_reached" or deadline.clock() >= wait_until:
                     raise
@@ -108,8 +108,6 @@ def pull(
                 continue
             for i, _ in good:
                 arrivals.read(sinks[i])
-            if waiting:
-                pending = in_order(pending + waiting)
             if not pending:
                 arrivals.replies, pending = yield from transfer.of_one_timeline(arrivals.replies)
             if not pending and (params := arrivals.params(model)) is None:
@@ -179,9 +177,7 @@ def _push(
                 replies.append(reply)
                 if (lease := leased_by(reply, to, model_map.layout)) is not None:
                     leased.append(lease)
-            pending = yield from transfer.again(failed)
-            if waiting:
-                pending = in_order(pending + waiting)
+            pending = yield from transfer.again(failed, waiting)
     except BaseException:  # also if the caller is interrupted
         cluster.same_host.end_leases(leased)
         raise
@@ -275,9 +271,7 @@ def exchange(
                     _, parts = groups[i]
                     done = arrivals.read(sinks[i]).push
                     transfer.accepted(parts, "" if done is None else done.state)
-                pending = yield from transfer.again(failed)
-                if waiting:  # a shard has lost its partitions to another meanwhile
-                    pending = in_order(pending + waiting)
+                pending = yield from transfer.again(failed, waiting)
         except BaseException:  # also if the caller is interrupted
             arrivals.release_all()
             raise

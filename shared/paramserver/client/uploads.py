@@ -8,7 +8,7 @@ import numpy as np
 
 from paramserver.client.cluster import Cluster, ModelMap, model_path
 from paramserver.core.selection import select
-from paramserver.errors import PsError, from_document, problem
+from paramserver.errors import PsError
 from paramserver.limits import PARTITION_BYTES_MAX
 from paramserver.net.calls import Call, Deadline, Request, Response
 from paramserver.net.idle import KEPT_MAX
@@ -74,7 +74,7 @@ def put_values(
             except PsError as e:
                 sent = len(values) - len({piece.name for piece in pending})
                 detail = f"{e.detail}; {sent} of {len(values)} parameters were confirmed"
-                raise problem(e.code, detail, hint=e.hint or "again, with a longer timeout=", **e.members) from None
+                raise e.with_detail(detail, e.hint or "again, with a longer timeout=") from None
             yield pause
 
 
@@ -112,4 +112,4 @@ def _named(name: str, error: PsError) -> PsError:
     """Return the error with the parameter's name in its detail."""
     if f"'{name}'" in error.detail:
         return error
-    return from_document({**error.document(), "detail": f"'{name}': {error.detail}"})
+    return error.with_detail(f"'{name}': {error.detail}")
