@@ -15,7 +15,7 @@ from paramserver.client.reports import check_measure, measured
 from paramserver.client.rows import Rows
 from paramserver.client.streaming import AsyncPushStream
 from paramserver.client.tasks import Task
-from paramserver.client.worker_base import LEAVE_S, WorkerBase, of_another_process
+from paramserver.client.worker_base import LEAVE_S, WorkerBase
 from paramserver.codecs.codec import Codec
 from paramserver.core.scheduler.tasks import EVALUATE
 from paramserver.core.selection import Names, Ranges
@@ -243,26 +243,17 @@ class AsyncWorker(WorkerBase):
         return metrics
 
     async def _run(self, call: Call[T]) -> T:
-        if self._pid not in (-1, os.getpid()):
+        if (refusal := self._refusal("async with", left=self._left)) is not None:
             call.close()
-            raise of_another_process()
-        if self._left:
-            call.close()
-            raise problem("conflict", "the worker has left", hint="model.worker() makes another")
-        if self._heartbeat is None:
-            call.close()
-            raise problem("conflict", "the worker has not joined yet", hint="async with model.worker() as w: ...")
+            raise refusal
         return await self._client.run(call)
 
     async def _keep_alive(self) -> None:
-        silent = False
         while not self._session.replaced:
             await asyncio.sleep(self._beat_pause_s())
             try:
                 await self._client.run(self._beat())
             except Exception as e:  # whatever it is: without further heartbeats the lease would expire
-                if not silent:
-                    self._log_failed_beat(e)
-                silent = True
+                self._note_beat(e)
             else:
-                silent = False
+                self._note_beat()

@@ -14,7 +14,7 @@ from paramserver.client.reports import check_measure, measured
 from paramserver.client.rows import Rows
 from paramserver.client.streaming import PushStream
 from paramserver.client.tasks import Task
-from paramserver.client.worker_base import LEAVE_S, WorkerBase, of_another_process
+from paramserver.client.worker_base import LEAVE_S, WorkerBase
 from paramserver.codecs.codec import Codec
 from paramserver.core.scheduler.tasks import EVALUATE
 from paramserver.core.selection import Names, Ranges
@@ -280,14 +280,9 @@ class Worker(WorkerBase):
         return metrics
 
     def _run(self, call: Call[T], within: Interruptible | None = None) -> T:
-        if self._pid != os.getpid():
+        if (refusal := self._refusal("with", left=self._stop.is_set())) is not None:
             call.close()
-            if self._pid == -1:
-                raise problem("conflict", "the worker has not joined yet", hint="with model.worker() as w: ...")
-            raise of_another_process()
-        if self._stop.is_set():
-            call.close()
-            raise problem("conflict", "the worker has left", hint="model.worker() makes another")
+            raise refusal
         return self._client.transport.run(call, within)
 
     def _take_part(self, joined: Future[None]) -> None:
@@ -300,13 +295,10 @@ class Worker(WorkerBase):
             joined.set_exception(e)
             return
         joined.set_result(None)
-        silent = False
         while not self._session.replaced and not self._stop.wait(self._beat_pause_s()):
             try:
                 self._client.run(self._beat())
             except Exception as e:  # whatever it is, the heartbeats must continue
-                if not silent:
-                    self._log_failed_beat(e)
-                silent = True
+                self._note_beat(e)
             else:
-                silent = False
+                self._note_beat()

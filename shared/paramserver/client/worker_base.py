@@ -2,6 +2,7 @@
 
 import difflib
 import logging
+import os
 from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any, Final
@@ -9,6 +10,7 @@ from typing import Any, Final
 from paramserver import limits
 from paramserver.client.client_base import ClientBase
 from paramserver.client.iterations import Iterations
+from paramserver.client.membership import has_left
 from paramserver.client.rows import Rows
 from paramserver.client.session import Session
 from paramserver.client.task_requests import TaskRequests
@@ -60,6 +62,8 @@ class WorkerBase:
         self._session = Session(client.cluster, model, name, rank, silence_s, codec)
         self._iterations = Iterations(self._session)
         self._tasks = TaskRequests(self._session)
+        self._silent = False
+        """Whether the last heartbeat failed."""
         self._pid = -1
         """The process that opened it; -1 before that."""
         self.run: Mapping[str, Any] | None = None
@@ -158,6 +162,19 @@ class WorkerBase:
     def _beat(self) -> Call[None]:
         return self._session.beat(Deadline.after(max(1.0, self._session.lease_s / 2)), last=True)
 
-    def _log_failed_beat(self, error: Exception) -> None:
-        unforeseen = not isinstance(error, PsError)
-        log.warning("worker.heartbeat_failed worker=%s error=%s", self.name, error, exc_info=unforeseen)
+    def _note_beat(self, error: Exception | None = None) -> None:
+        """Log the first heartbeat that fails; without an error, one has come through."""
+        if error is not None and not self._silent:
+            unforeseen = not isinstance(error, PsError)
+            log.warning("worker.heartbeat_failed worker=%s error=%s", self.name, error, exc_info=unforeseen)
+        self._silent = error is not None
+
+    def _refusal(self, opening: str, *, left: bool) -> PsError | None:
+        """Return why nothing can be done with the worker now, if there is a reason; `opening` opens one."""
+        if self._pid not in (-1, os.getpid()):
+            return of_another_process()
+        if left:
+            return has_left()
+        if not self._session.joined:
+            return problem("conflict", "the worker has not joined yet", hint=f"{opening} model.worker() as w: ...")
+        return None
