@@ -43,7 +43,7 @@ def shard() -> Shard:
 def test_what_is_confirmed_is_the_answer_and_what_is_not_is_given_back_at_once(shard: Shard) -> None:
     """Lookup returns confirmed values, and ends leases no longer confirmed at once, so that their memory is free."""
     cache = LeaseCache(shard)
-    cache.pulled(origin(3), shard.lend(1))
+    cache.keep(origin(3), shard.lend(1))
     found = cache.lookup("m", 1, None, 0)
     assert found is not None
     assert found[1].version == 3
@@ -58,7 +58,7 @@ def test_what_is_confirmed_is_the_answer_and_what_is_not_is_given_back_at_once(s
 def test_only_what_the_caller_asked_for_is_an_answer(shard: Shard) -> None:
     """Lookup returns nothing for another model, timeline or generation, or if the version is not reached."""
     cache = LeaseCache(shard)
-    cache.pulled(origin(3), shard.lend(1))
+    cache.keep(origin(3), shard.lend(1))
     assert cache.lookup("other", 1, None, 0) is None
     assert cache.lookup("m", 1, 1, 0) is None
     assert cache.lookup("m", 1, None, 4) is None
@@ -72,12 +72,12 @@ def test_a_version_does_not_tell_which_commits_are_in_the_values(shard: Shard) -
     Assignments raise the version, too.
     """
     cache = LeaseCache(shard)
-    cache.pulled(origin(7), shard.lend(1))
+    cache.keep(origin(7), shard.lend(1))
     assert cache.lookup("m", 1, 0, 0, 1) is None
-    cache.pulled(origin(8), shard.lend(2), 5)
+    cache.keep(origin(8), shard.lend(2), 5)
     assert cache.lookup("m", 1, 0, 0, 5) is not None
     assert cache.lookup("m", 1, 0, 0, 6) is None
-    cache.pushed(origin(9), shard.lend(3), 6)
+    cache.keep(origin(9), shard.lend(3), 6, pushed=True)
     assert cache.lookup("m", 1, 0, 0, 6) is not None
 
 
@@ -85,7 +85,7 @@ def test_a_push_asks_for_what_it_makes_where_pulls_follow_pushes(shard: Shard) -
     """A push requests values only if a pull followed the last push, and rarely while others' pushes make them stale."""
     cache = LeaseCache(shard)
     assert not cache.should_request_values("m")
-    cache.pulled(origin(0), shard.lend(1))
+    cache.keep(origin(0), shard.lend(1))
     assert cache.should_request_values("m")
     assert not cache.should_request_values("m")
 
@@ -93,16 +93,16 @@ def test_a_push_asks_for_what_it_makes_where_pulls_follow_pushes(shard: Shard) -
     for i in range(4 * RARELY):
         asked.append(cache.should_request_values("m"))
         if asked[-1]:
-            cache.pushed(origin(i), shard.lend(2 * i + 2))
+            cache.keep(origin(i), shard.lend(2 * i + 2), pushed=True)
         shard.present = set()
         assert cache.lookup("m", 1, None, 0) is None
-        cache.pulled(origin(i), shard.lend(2 * i + 3))
+        cache.keep(origin(i), shard.lend(2 * i + 3))
     assert sum(asked) <= IN_VAIN_MAX + 4
     assert any(asked[-RARELY:])
 
     for i in range(2 * RARELY):  # the others have stopped pushing
         if cache.should_request_values("m"):
-            cache.pushed(origin(100 + i), shard.lend(1000 + i))
+            cache.keep(origin(100 + i), shard.lend(1000 + i), pushed=True)
         assert cache.lookup("m", 1, None, 0) is not None
     assert cache.should_request_values("m")
 
@@ -111,5 +111,5 @@ def test_leases_of_few_models_are_held(shard: Shard) -> None:
     """Leases of the KEPT_MAX most recently used models are kept, and those of others are ended."""
     cache = LeaseCache(shard)
     for i in range(3 * KEPT_MAX):
-        cache.pulled(origin(0, f"m{i}"), shard.lend(i))
+        cache.keep(origin(0, f"m{i}"), shard.lend(i))
     assert shard.ended == list(range(2 * KEPT_MAX))

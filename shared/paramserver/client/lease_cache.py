@@ -71,23 +71,16 @@ class LeaseCache:
             self._models.move_to_end(model)
             return found
 
-    def pulled(self, origin: Origin, leased_values: LeasedValues, clock: int = 0) -> None:
-        """Keep the values of a pull, which include at least `clock` commits."""
-        self._keep(origin, leased_values, clock).pulled = True
-
-    def pushed(self, origin: Origin, leased_values: LeasedValues, clock: int = 0) -> None:
-        """Keep the values that came with the answer to a push, which include at least `clock` commits."""
-        self._keep(origin, leased_values, clock).unused = True
-
-    def _keep(self, origin: Origin, leased_values: LeasedValues, clock: int) -> _Model:
+    def keep(self, origin: Origin, leased_values: LeasedValues, clock: int = 0, *, pushed: bool = False) -> None:
+        """Keep the values of a pull or, if `pushed`, of the answer to a push; they include at least `clock` commits."""
         with self._lock:
             m = self._models.setdefault(origin.model, _Model())
             m.in_vain += m.unused
-            m.found, m.clock, m.unused = (leased_values, origin), clock, False
+            m.found, m.clock, m.unused = (leased_values, origin), clock, pushed
+            m.pulled |= not pushed
             self._models.move_to_end(origin.model)
             if len(self._models) > KEPT_MAX:
                 self._models.popitem(last=False)
-            return m
 
     def should_request_values(self, model: str) -> bool:
         """Whether the current push should ask for the values it produces.  To be called once per push."""

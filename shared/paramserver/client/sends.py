@@ -301,7 +301,7 @@ class PushTransfer(Transfer):
         timelines = {r.timeline for r in replies}
         if len(timelines) == 1 and sum(len(lease.pieces) for lease in leased) == self.model_map.spec.partitions:
             origin = Origin.of(self.model_map.name, self.model_map.generation, timelines.pop(), versions)
-            self.cluster.lease_cache.pushed(origin, values, clock)
+            self.cluster.lease_cache.keep(origin, values, clock, pushed=True)
 
 
 def in_order(parts: Iterable[Part]) -> list[Part]:

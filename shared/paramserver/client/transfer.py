@@ -120,7 +120,7 @@ def pull(
         raise
     assert params is not None
     if lendable and arrivals.leased_values is not None:
-        cluster.lease_cache.pulled(params.origin, arrivals.leased_values, min_clock)
+        cluster.lease_cache.keep(params.origin, arrivals.leased_values, min_clock)
     return arranged(params, asked)
 
 
@@ -285,7 +285,7 @@ def exchange(
         if params is None:
             transfer.without_memory(arrivals.unmappable)
         elif arrivals.leased_values is not None:
-            cluster.lease_cache.pulled(params.origin, arrivals.leased_values, _reached(pushed, terms))
+            cluster.lease_cache.keep(params.origin, arrivals.leased_values, _reached(pushed, terms))
         return pushed, params
 
 
