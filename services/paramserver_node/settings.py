@@ -18,6 +18,7 @@ from paramserver.core.near import near
 from paramserver.core.scheduler.runs import ALLOWED_BY_DEFAULT
 from paramserver.core.urls import DEFAULT_URL, is_node_url
 from paramserver.errors import RequestError, problem
+from paramserver.net.credentials import text_of
 from paramserver_node import crash
 from paramserver_node.setting_checks import check, shown
 
@@ -51,7 +52,7 @@ class Settings:
                 value, origin = env[variable], variable
             elif env.get(variable + "_FILE"):
                 origin = variable + "_FILE"
-                value = _file_contents(env[origin], origin)
+                value = text_of(env[origin], origin).strip()
                 if f.name == "secret" and not value:  # it would count as none, with which a node asks for no token
                     hint = "psctl secret prints a key to put into it; every node has the same"
                     raise problem("invalid_field", f"{origin}: {env[origin]} is empty", hint=hint)
@@ -224,13 +225,6 @@ def url_of(host: str, port: int, *, tls: bool = False) -> str:
     if not is_node_url(url):
         raise problem("invalid_field", f"advertise: must be set, as nobody can connect to {url!r:.200}")
     return url
-
-
-def _file_contents(path: str, origin: str) -> str:
-    try:
-        return Path(path).read_text(encoding="utf-8-sig").strip()
-    except (OSError, UnicodeDecodeError) as e:
-        raise problem("invalid_field", f"{origin}: cannot read {path}: {e}") from None
 
 
 def _tables(file: Path, section: str) -> tuple[Mapping[str, Any], Mapping[str, Any]]:

@@ -47,7 +47,7 @@ class Credentials:
         """
         token = token or environment.get(ENV_TOKEN)
         if not token and (path := environment.get(f"{ENV_TOKEN}_FILE")):
-            token = _text(path, f"{ENV_TOKEN}_FILE")
+            token = text_of(path, f"{ENV_TOKEN}_FILE")
             if not token.strip():
                 raise problem("invalid_field", f"{ENV_TOKEN}_FILE: {path} is empty", hint="psctl token prints a token")
         return cls.of(token, ca or environment.get(ENV_CA), origin="ca" if ca else ENV_CA)
@@ -73,13 +73,14 @@ def is_token(text: str) -> bool:
 
 
 def _authorities(path: str, origin: str) -> tuple[str, ...]:
-    found = tuple(_CERTIFICATE.findall(_text(path, origin)))
+    found = tuple(_CERTIFICATE.findall(text_of(path, origin)))
     if not found:
         raise problem("invalid_field", f"{origin}: {path} holds no certificate in PEM")
     return found
 
 
-def _text(path: str, origin: str) -> str:
+def text_of(path: str, origin: str) -> str:
+    """Return the text of a file that `origin` names.  Raises RequestError (`invalid_field`) if it cannot be read."""
     try:
         return Path(path).read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as e:
