@@ -29,7 +29,7 @@ def state_of(shards: Shards, index: int, *, clock: int, generation: int = 7) -> 
     """A shard's answer: the values of that partition."""
     begin, end = shards.layout.bounds[index : index + 2]
     steps = (0,) * len(shards.layout.segments[index])
-    frame = StateFrame("m", generation, index, 1, clock, end - begin, 0, steps)
+    frame = StateFrame("m", generation, index, 1, clock, end - begin, 0, steps, ())
     return Response(200, {}, encode_header(frame) + shards.flat[begin:end].astype(np.float32).tobytes())
 
 

@@ -83,7 +83,7 @@ async def test_a_checkpoint_in_sync_whose_partitions_are_not_of_its_clock_is_a_c
     asked = d.send(lambda n: io.RequestCheckpoint(n, "m"))
     d.wait(1.5)
     state = PartitionState(np.zeros(32, np.float32), (), (0,))
-    frames = [StateFrame("m", 1, i, clock + i, clock, 32, 0, (0,)) for i, clock in enumerate(clocks)]
+    frames = [StateFrame("m", 1, i, clock + i, clock, 32, 0, (0,), ()) for i, clock in enumerate(clocks)]
 
     await performed(d, tmp_path, Mock(states=AsyncMock(return_value=[(frame, state) for frame in frames])))
 
@@ -313,7 +313,7 @@ async def test_a_model_created_while_the_checkpoint_is_read_is_not_restored_for_
 
 def held(version: int) -> list[tuple[StateFrame, PartitionState]]:
     """Return the only partition of a model at that version, as its shard sends it."""
-    return [(StateFrame("m", 1, 0, version, 0, 64, 0, (0,)), PartitionState(np.zeros(64, np.float32), (), (0,)))]
+    return [(StateFrame("m", 1, 0, version, 0, 64, 0, (0,), ()), PartitionState(np.zeros(64, np.float32), (), (0,)))]
 
 
 @pytest.mark.parametrize("creation", ["2-5.0", "1-4.0"])

@@ -36,8 +36,8 @@ class StateFrame(Header, frozen=True, tag_field="kind", tag="state", omit_defaul
     slots: Count
     steps: tuple[Count, ...]
     """Step count of each segment."""
-    names: tuple[str, ...] | None = None
-    """Names of the slots; None: from a shard of an earlier version."""
+    names: tuple[str, ...]
+    """Names of the slots."""
 
     def body_bytes(self) -> int:
         """Length of the body."""
@@ -48,7 +48,7 @@ class StateFrame(Header, frozen=True, tag_field="kind", tag="state", omit_defaul
 
         A partition adopts another optimizer only after the model's document names it, and a cut is older still.
         """
-        if self.names in (None, slot_names(optimizer)):
+        if self.names == slot_names(optimizer):
             return state
         return PartitionState(state.values, (), (0,) * len(state.steps))
 
@@ -108,7 +108,7 @@ class SetFrame(Header, frozen=True, tag_field="kind", tag="set", omit_defaults=F
     """The assignment is refused if the model is on another timeline by then; None: any."""
     slot_names: tuple[str, ...] | None = None
     """Names of the slots that the parts bring.  The assignment is refused (`loading`) while the model's optimizer, as
-    far as the shard knows it, has others; None, from an earlier version: only their number must be right."""
+    far as the shard knows it, has others; None: only their number must be right."""
     first: bool = False
     """Whether these are first values, which change nothing once the model is complete."""
     term: Count | None = None
