@@ -1,9 +1,9 @@
 """Snapshots of partitions in Redis: written under the owner token, read back by the partition's next owner.
 
 A snapshot is one byte stream (`snapshot_format`) cut into blocks of at most 4 MiB, each under its own key with its
-CRC-32 in the manifest. The manifest names at most two snapshots, newest first, and is switched last, by a script that
-compares the partition's owner token: an owner that was replaced cannot switch it. The same script trims the journal up
-to the older of the two snapshots, so the whole journal after either of them is kept.
+CRC-32 in the manifest. The manifest names two snapshots, newest first, or three (see `_beside`), and is switched last,
+by a script that compares the partition's owner token: an owner that was replaced cannot switch it. The same script
+trims the journal up to the oldest of them, so the whole journal after each of them is kept.
 
 Keys of partition `{NAME.GENERATION/INDEX}`: `…:token`, `…:manifest`, `…:saved` (version of the newest snapshot; shows
 that a missing manifest was lost), `…:pending` (snapshots whose blocks may exist but which no manifest names),
@@ -40,6 +40,7 @@ from paramserver_shard.snapshot_format import (
 )
 
 KEPT: Final = 2
+"""Snapshots that are kept at least, once there are as many."""
 
 # KEYS: token, manifest, pending, saved, lsn, journal, then the blocks. ARGV: owner token, new manifest, the member of
 # `pending` for the new snapshot, its version, its lsn, the first journal entry to keep ('' keeps all), then members of
@@ -185,9 +186,9 @@ class SnapshotStore:
 
         The caller stores one snapshot of a partition at a time (see `SnapshotPlan`).
 
-        `cut` is the clock under which a cut is found again; the cut at clock `pinned` is kept in any case. An urgent
-        snapshot does not wait for the budget. With `fsync`, `STORED` means on disk, and this raises what
-        `ScriptRunner.run` raises.
+        `cut` is the clock under which a cut is found again; the cut at clock `pinned` is kept in any case, and beside
+        a snapshot that is no cut the newest cut, too. An urgent snapshot does not wait for the budget. With `fsync`,
+        `STORED` means on disk, and this raises what `ScriptRunner.run` raises.
         """
         async with self._redis.pipeline(transaction=False) as pipe:
             pipe.mget(_key(key, "manifest"), _key(key, "saved"))
@@ -213,8 +214,7 @@ class SnapshotStore:
             "bytes": size,
             "crc32": checksums,
         }
-        older = [e for e in manifest if pinned is not None and e["cut"] == pinned] or manifest
-        kept = [entry, *older][:KEPT]
+        kept = [entry, *_beside(entry, manifest, pinned)]
         displaced = [old for old in found if all(old["name"] != e["name"] for e in kept)]
         result = await self._switch(key, token, kept, displaced, fsync=fsync)
         if result is not SaveResult.STORED:
@@ -239,7 +239,7 @@ class SnapshotStore:
         `displaced` become pending with that, so that the next save deletes them if this one does not get to it.
         """
         new = manifest[0]
-        keep_from = f"{min(e['lsn'] for e in manifest) + 1}-0" if len(manifest) == KEPT else ""
+        keep_from = f"{min(e['lsn'] for e in manifest) + 1}-0" if len(manifest) >= KEPT else ""
         names = ("token", "manifest", "pending", "saved", "lsn", "journal")
         keys = [_key(key, n) for n in names] + _blocks(key, new["name"], len(new["crc32"]))
         args = [token_text(token), pack_manifest(manifest), _member(new), new["version"], new["lsn"], keep_from]
@@ -356,6 +356,20 @@ def _entries(key: PartitionKey, text: bytes | str | None, saved: bytes | str | N
         version = bytes(saved).decode(errors="replace") if isinstance(saved, bytes) else str(saved)
         raise problem("corrupt_state", f"the manifest of partition {key} is gone; version {version} was stored")
     return []
+
+
+def _beside(
+    new: Mapping[str, Any], manifest: Sequence[Mapping[str, Any]], pinned: int | None
+) -> list[Mapping[str, Any]]:
+    """Return the snapshots of `manifest` that are kept beside a new one: the pinned cut, or else the newest snapshot.
+
+    If a cut is pinned and the new one is no cut, the newest cut is kept, too: the leader may go back to it before
+    anyone here hears of that.
+    """
+    cuts = [e for e in manifest if pinned is not None and e["cut"] is not None]
+    kept = ([e for e in cuts if e["cut"] == pinned] or manifest)[: KEPT - 1]
+    newest_cut = cuts[:1] if new["cut"] is None else []
+    return [e for e in manifest if e in kept or e in newest_cut]
 
 
 def _member(entry: Mapping[str, Any]) -> str:
