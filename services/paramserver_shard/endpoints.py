@@ -325,7 +325,7 @@ def pull_response(request: Request, pulled: Pulled, push: PushDone | None) -> Re
         "model": pulled.known.key.name,
         "version": pulled.version,
         "incarnation": pulled.incarnation,
-        "timeline": pulled.known.timeline,
+        "timeline": pulled.timeline,
         "params": params,
     }
     if as_msgpack:

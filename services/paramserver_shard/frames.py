@@ -234,7 +234,9 @@ class FrameService:
             wait_s=wait_s,
             make_room=make_room,
         )
-        return FrameBody(known, spec.dtype, known.timeline, [fetched[p] for p in indices])
+        parts = [fetched[p] for p in indices]
+        # The lowest: a gradient computed from these values belongs to no later timeline.
+        return FrameBody(known, spec.dtype, min(p.timeline for p in parts), parts)
 
     def _body(self, known: KnownModel, spec: PullSpec, done: PullDone) -> "FrameBody":
         """Build the answer from these values, lending them if possible."""
@@ -242,7 +244,7 @@ class FrameService:
         parts = []
         for index, ranges in spec.parts:
             got = by_index[index]
-            parts.append(GotPart(index, got.version, got.incarnation, slices(got.state.values, ranges)))
+            parts.append(GotPart(index, got.version, got.incarnation, done.timeline, slices(got.state.values, ranges)))
         answer = FrameBody(known, spec.dtype, done.timeline, parts)
         if spec.mapped and spec.dtype == "float32" and all(ranges is None for _, ranges in spec.parts):
             answer.lease = self._lease(known.key, [(p.partition, p.version) for p in parts], answer.pieces)

@@ -52,6 +52,8 @@ class Pulled(Struct, frozen=True):
     """The dtype that was asked for; None: each parameter's own."""
     version: int
     incarnation: int
+    timeline: int
+    """The lowest of the parts': a gradient computed from these values belongs to no later one."""
     packed: F32
     """All requested elements, end to end."""
     parts: Sequence[GotPart]
@@ -133,7 +135,8 @@ class NameService:
         small = request.size_bytes <= INLINE_BYTES_MAX
         values = end_to_end(selection, got) if small else await asyncio.to_thread(end_to_end, selection, got)
         parts = [replace(got[p.partition], pieces=()) for p in selection.parts]  # their memory is free now
-        return Pulled(known, selection, request.dtype, *version_of(parts), values, parts)
+        timeline = min(p.timeline for p in parts)
+        return Pulled(known, selection, request.dtype, *version_of(parts), timeline, values, parts)
 
     async def _open(self, body: Any) -> tuple[KnownModel, Reader]:
         if not isinstance(body, Mapping):

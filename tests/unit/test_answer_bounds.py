@@ -76,7 +76,7 @@ class Values:
 
     async def pull(self, known: KnownModel, wanted: Sequence[WantedPart], **_: Any) -> dict[int, GotPart]:
         """Pull them."""
-        return {part.partition: GotPart(part.partition, 1, 1, cast(Any, self)) for part in wanted}
+        return {part.partition: GotPart(part.partition, 1, 1, 0, cast(Any, self)) for part in wanted}
 
 
 async def test_a_large_pull_by_name_keeps_nobody_waiting() -> None:
@@ -103,7 +103,7 @@ async def test_the_values_of_a_pull_by_name_count_once_and_before_they_take_memo
         async def pull(self, known: KnownModel, wanted: Any, make_room: Any = lambda _: None, **_: Any) -> Any:
             before.extend(made)
             make_room(MIB)  # a quarter of them are another shard's
-            return {part.partition: GotPart(part.partition, 1, 1, (np.zeros(MIB, np.float32),)) for part in wanted}
+            return {part.partition: GotPart(part.partition, 1, 1, 0, (np.zeros(MIB, np.float32),)) for part in wanted}
 
     names = NameService(cast(Any, None), cast(Any, Owners()))
     pulled = await names.fetch(KNOWN, PullRequest(select(KNOWN.layout), wait_s=wait_s), made.append)
@@ -128,7 +128,7 @@ class Elsewhere:
 
     async def pull(self, known: KnownModel, wanted: Sequence[WantedPart], **_: Any) -> dict[int, GotPart]:
         """Pull no elements of them."""
-        return {part.partition: GotPart(part.partition, 1, 1, ()) for part in wanted}
+        return {part.partition: GotPart(part.partition, 1, 1, 0, ()) for part in wanted}
 
 
 async def test_a_shard_collects_no_more_than_a_body_from_others() -> None:
@@ -151,7 +151,7 @@ async def test_a_large_answer_in_msgpack_keeps_nobody_waiting(monkeypatch: pytes
         return from_f32(values, dtype)
 
     async def pull(*_: Any) -> Pulled:
-        return Pulled(KNOWN, select(LAYOUT), None, 1, 1, np.arange(MIB, dtype=np.float32), ())
+        return Pulled(KNOWN, select(LAYOUT), None, 1, 1, 0, np.arange(MIB, dtype=np.float32), ())
 
     monkeypatch.setattr(endpoints, "from_f32", slow)
     nothing: Any = SimpleNamespace(check=None, clock=None, pulled=lambda *_: None)
