@@ -76,7 +76,7 @@ class Exchange:
             # so their memory must not be consumed here.
             parts = [replace(p, exclusive_buffer=False) for p in parts]
             if repeatable:
-                parts = [with_checksum(p, now.layout.partition_size(p.partition)) for p in parts]
+                parts = [p if p.crc else with_checksum(p, now.layout.partition_size(p.partition)) for p in parts]
             return await self._runtime.push(replace(command, parts=tuple(parts)))
 
         async def remote(now: KnownModel, shard: str, parts: Sequence[PushPart]) -> PushDone:

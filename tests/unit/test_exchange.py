@@ -32,15 +32,20 @@ KEY = ModelKey("m", 1)
 class Fenced:
     """A shard that loses its partitions while it computes a push; it overwrites buffers that it may consume."""
 
+    threads = 1
+
     async def push(self, event: PushReceived) -> Any:
         for part in event.parts:
             if part.exclusive_buffer:
                 part.data[:] = 77.0
         raise wrong_owner(KEY, 0, 2)
 
+    async def pull(self, *_: Any) -> Any:
+        raise wrong_owner(KEY, 0, 2)
+
 
 class Peers:
-    """The client of the shard that owns the partitions now; it records the gradients it is sent."""
+    """The client of the shard that owns the partitions now, all of them 2.0; it records the gradients it is sent."""
 
     def __init__(self) -> None:
         self.got: list[np.ndarray[Any, Any]] = []
@@ -49,6 +54,10 @@ class Peers:
         self.got += [np.array(a) for a in arrays]
         parts = [(p.partition, 1, 2, 0) for p in frame.parts]
         return PushReply("applied", False, 1, 0, 2, 0, parts)
+
+    async def pull(self, address: str, frame: PullFrame, size_bytes: int, *_: Any) -> tuple[PullReply, Any]:
+        parts = [(p, 1, 2) for p, _ in frame.parts]
+        return PullReply("m", 1, 0, 1, 2, "float32", parts), np.full(size_bytes // 4, 2.0, np.float32).view(np.uint8)
 
 
 async def test_what_was_refused_after_it_was_computed_is_sent_on_as_it_came() -> None:
@@ -64,6 +73,29 @@ async def test_what_was_refused_after_it_was_computed_is_sent_on_as_it_came() ->
 
     assert done.state == "applied"
     assert [a.tolist() for a in peers.got] == [[0.5] * 4]
+
+
+async def test_a_frame_without_a_map_follows_a_partition_that_moves_while_it_arrives() -> None:
+    """Push and pull reach the new owner, the gradient as it came: their client could do nothing about a 421."""
+    layout = Layout(ModelSpec.parse({"name": "m", "params": {"w": {"shape": [4]}}, "partitions": 1}))
+    known = KnownModel(KEY, layout, 0, "ready", (("me", 1),), None, None)
+    directory, peers, lost = Directory("me"), Peers(), cast(Any, Fenced())
+    directory.models["m"] = replace_owner(known)
+    directory.addresses = {"other": ("http://other",)}
+    models: Any = Mock(find=AsyncMock(return_value=known))
+    exchange = Exchange(directory, lost, cast(Any, peers))
+    frames = FrameService(directory, models, lost, exchange, cast(Any, None), None)
+
+    arriving, body = await frames.prepare_push(PushFrame("m", [FramePart(0, None, None)]))
+    body.allocate(BufferPool())
+    body.feed(np.full(4, 0.5, np.float32).data.cast("B"))
+    body.end()
+    done, _ = await frames.push(arriving, lambda _: None)
+    pulled = await frames.pull(PullFrame([(0, None)], model="m"), lambda _: None)
+
+    assert done.state == "applied"
+    assert [a.tolist() for a in peers.got] == [[0.5] * 4]
+    assert [piece.tolist() for piece in pulled.pieces] == [[2.0] * 4]
 
 
 class Refusing:
