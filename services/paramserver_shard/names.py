@@ -198,7 +198,8 @@ def _check_ranges(known: KnownModel, selection: Selection) -> None:
     """
     counts = Counter[str]()
     for part in selection.parts:
-        counts[known.owners[part.partition][0]] += part.range_count
+        if owner := known.owners[part.partition][0]:  # those without an owner may get several
+            counts[owner] += part.range_count
     if (most := max(counts.values(), default=0)) > limits.RANGES_PER_REQUEST_MAX:
         detail = f"{most} ranges lie on one shard; at most {limits.RANGES_PER_REQUEST_MAX} are allowed"
         raise problem("too_large", detail, hint="send them in several requests", where="ranges")
