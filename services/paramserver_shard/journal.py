@@ -145,7 +145,7 @@ class Journal:
             if not page:
                 break
             entries += await asyncio.to_thread(_decoded_page, key, after + len(entries) + 1, page)
-            size = sum(len(fields[b"d"]) for _, fields in page)
+            size = sum(len(fields[b"h"]) + len(fields[b"d"]) for _, fields in page)
             count = max(1, min(_PAGE_GROWTH * count, _PAGE_ENTRIES_MAX, _PAGE_BYTES * len(page) // max(1, size)))
         if last != after + len(entries):
             raise _damaged(key, f"it ends at {after + len(entries)}, but {last} were written")
