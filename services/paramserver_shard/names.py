@@ -18,7 +18,7 @@ from paramserver.core.fields import Reader
 from paramserver.core.selection import Selection, select
 from paramserver.core.shard.effects import PushDone
 from paramserver.core.shard.events import PushPart, PushReceived
-from paramserver.errors import PsError, combined, problem
+from paramserver.errors import PsError, problem
 from paramserver.types import F32, ITEMSIZE, LEVELS, AnyArray, DType, PushId
 from paramserver.wire.tensor import NUMPY_DTYPE, from_json, from_msgpack, to_f32
 from paramserver_shard.buffers import INLINE_BYTES_MAX
@@ -166,8 +166,7 @@ class NameService:
         selection, tensors = _read_tensors(known, grads, ranges, errors)
         if not grads and not errors:
             raise problem("empty_push", "the push holds no gradients", hint='"grads": {"NAME": [...]}')
-        if errors:
-            raise combined(errors)
+        r.tell()
         _check_ranges(known, selection)
         vector, dtype = packed(selection, tensors)
         parts = []
@@ -244,8 +243,7 @@ def push_document(done: PushDone) -> dict[str, Any]:
 
 def _finish(r: Reader) -> None:
     r.done()
-    if r.errors:
-        raise combined(r.errors)
+    r.tell()
 
 
 def _push_id(r: Reader) -> PushId | None:
@@ -313,8 +311,7 @@ def _read_pull(known: KnownModel, r: Reader, *, ranged: bool = True) -> PullRequ
     ranges = _read_ranges(r) if ranged else {}
     if names is not None and not names:
         r.fail("names", "is empty; leave it out to pull everything")
-    if r.errors:
-        raise combined(r.errors)
+    r.tell()
     selection = select(known.layout, names, ranges)
     _check_ranges(known, selection)
     return PullRequest(selection, min_version, min_clock, wait_s, dtype)
