@@ -25,7 +25,7 @@ from paramserver.errors import problem
 from paramserver.limits import SNAPSHOT_BLOCK_BYTES, STORE_PACE_BYTES_PER_S
 from paramserver.types import AnyArray, PartitionKey, Token
 from paramserver_node.crash import crash_point
-from paramserver_node.redis import token_text, transfer_timeout
+from paramserver_node.redis import partition_key, token_text, transfer_timeout
 from paramserver_shard.buffers import SMALL_BYTES, BufferPool
 from paramserver_shard.scripts import Script, ScriptRunner
 from paramserver_shard.snapshot_format import (
@@ -191,8 +191,8 @@ class SnapshotStore:
         `STORED` means on disk, and this raises what `ScriptRunner.run` raises.
         """
         async with self._redis.pipeline(transaction=False) as pipe:
-            pipe.mget(_key(key, "manifest"), _key(key, "saved"))
-            pipe.smembers(_key(key, "pending"))
+            pipe.mget(partition_key(key, "manifest"), partition_key(key, "saved"))
+            pipe.smembers(partition_key(key, "pending"))
             (text, saved), pending = await pipe.execute()
         if fsync:  # before anything is written
             await self._scripts.settle()
@@ -219,7 +219,7 @@ class SnapshotStore:
         result = await self._switch(key, token, kept, displaced, fsync=fsync)
         if result is not SaveResult.STORED:
             await self._delete_blocks(key, name, len(checksums))
-            await self._redis.srem(_key(key, "pending"), _member(entry))
+            await self._redis.srem(partition_key(key, "pending"), _member(entry))
             return result
         self._damaged.difference_update((key, old["name"]) for old in displaced)
         await self._delete_abandoned(key, token, kept, map(_member, displaced))
@@ -241,7 +241,7 @@ class SnapshotStore:
         new = manifest[0]
         keep_from = f"{min(e['lsn'] for e in manifest) + 1}-0" if len(manifest) >= KEPT else ""
         names = ("token", "manifest", "pending", "saved", "lsn", "journal")
-        keys = [_key(key, n) for n in names] + _blocks(key, new["name"], len(new["crc32"]))
+        keys = [partition_key(key, n) for n in names] + _blocks(key, new["name"], len(new["crc32"]))
         args = [token_text(token), pack_manifest(manifest), _member(new), new["version"], new["lsn"], keep_from]
         args += map(_member, displaced)
         crash_point("shard.snapshot_before_switch")
@@ -262,8 +262,8 @@ class SnapshotStore:
             await self._budget.spend(len(block), urgent=urgent)
             async with self._storing.turn(len(block)), self._scripts.redis.pipeline(transaction=False) as pipe:
                 if not i:  # in one pipeline with the first block, and before it
-                    pipe.sadd(_key(key, "pending"), f"{name}:{count}")
-                pipe.set(_key(key, f"snap:{name}:{i}"), block)
+                    pipe.sadd(partition_key(key, "pending"), f"{name}:{count}")
+                pipe.set(partition_key(key, f"snap:{name}:{i}"), block)
                 await pipe.execute()
             checksums.append(checksum)
             crash_point("shard.snapshot_block_stored")
@@ -271,7 +271,7 @@ class SnapshotStore:
 
     async def has_token(self, key: PartitionKey, token: Token) -> bool:
         """Return whether Redis has this owner token or a newer one; if not, it was emptied or reverted."""
-        text = await self._redis.get(_key(key, "token"))
+        text = await self._redis.get(partition_key(key, "token"))
         try:
             return text is not None and int(text) >= token
         except ValueError:
@@ -279,12 +279,12 @@ class SnapshotStore:
 
     async def last_lsns(self, keys: Sequence[PartitionKey]) -> list[int]:
         """Return the last lsn in Redis of each partition, from its journal or a snapshot; 0 if there is none."""
-        values = await self._redis.mget(_key(key, "lsn") for key in keys) if keys else []
+        values = await self._redis.mget(partition_key(key, "lsn") for key in keys) if keys else []
         return [int(v) if v is not None and v.isdigit() else 0 for v in values]
 
     async def manifest(self, key: PartitionKey) -> list[dict[str, Any]]:
         """Return the entries of the manifest, newest first; raises CorruptState if it is lost or damaged."""
-        text, saved = await self._redis.mget(_key(key, "manifest"), _key(key, "saved"))
+        text, saved = await self._redis.mget(partition_key(key, "manifest"), partition_key(key, "saved"))
         return _entries(key, text, saved)
 
     async def read(self, key: PartitionKey, entry: Mapping[str, Any]) -> LoadedState | None:
@@ -307,7 +307,7 @@ class SnapshotStore:
         at = 0
         for i, checksum in enumerate(entry["crc32"]):
             async with self._loading.turn(min(entry["bytes"], SNAPSHOT_BLOCK_BYTES)):
-                block = await self._scripts.redis.get(_key(key, f"snap:{entry['name']}:{i}"))
+                block = await self._scripts.redis.get(partition_key(key, f"snap:{entry['name']}:{i}"))
             if not isinstance(block, bytes) or zlib_ng.crc32(block) != checksum or at + len(block) > stream.size:
                 return None
             stream[at : at + len(block)] = np.frombuffer(block, np.uint8)
@@ -338,7 +338,7 @@ class SnapshotStore:
             text = member.decode(errors="replace") if isinstance(member, bytes) else str(member)
             name, _, count = text.rpartition(":")
             blocks = _blocks(key, name, int(count)) if count.isdecimal() and name not in named else []
-            keys = [_key(key, "token"), _key(key, "pending"), *blocks]
+            keys = [partition_key(key, "token"), partition_key(key, "pending"), *blocks]
             scripts.append(Script(_DELETE_ABANDONED, keys, [token_text(token), member]))
         if scripts:
             await self._scripts.run(scripts)
@@ -377,9 +377,5 @@ def _member(entry: Mapping[str, Any]) -> str:
     return f"{entry['name']}:{len(entry['crc32'])}"
 
 
-def _key(key: PartitionKey, name: str) -> str:
-    return f"{{{key}}}:{name}"
-
-
 def _blocks(key: PartitionKey, name: str, count: int) -> list[str]:
-    return [_key(key, f"snap:{name}:{i}") for i in range(count)]
+    return [partition_key(key, f"snap:{name}:{i}") for i in range(count)]
