@@ -11,8 +11,7 @@ that a missing manifest was lost), `…:pending` (snapshots whose blocks may exi
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import asynccontextmanager, suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from enum import IntEnum
 from typing import Any, Final
 
@@ -22,11 +21,12 @@ from zlib_ng import zlib_ng
 
 from paramserver.core.partition_state import LoadedState
 from paramserver.errors import problem
-from paramserver.limits import SNAPSHOT_BLOCK_BYTES, STORE_PACE_BYTES_PER_S
+from paramserver.limits import SNAPSHOT_BLOCK_BYTES
 from paramserver.types import AnyArray, PartitionKey, Token
 from paramserver_node.crash import crash_point
-from paramserver_node.redis import partition_key, token_text, transfer_timeout
+from paramserver_node.redis import partition_key, token_text
 from paramserver_shard.buffers import SMALL_BYTES, BufferPool
+from paramserver_shard.pacing import Budget, Line
 from paramserver_shard.scripts import Script, ScriptRunner
 from paramserver_shard.snapshot_format import (
     FORMAT,
@@ -83,63 +83,6 @@ class SaveResult(IntEnum):
     """Redis lost blocks before the manifest was switched; the snapshot must be stored again."""
 
 
-class Budget:
-    """Rate limiter for writes: at most `bytes_per_s` over all partitions of this shard, until it is lifted."""
-
-    def __init__(self, bytes_per_s: float, clock: Callable[[], float]) -> None:
-        self._bytes_per_s = bytes_per_s
-        self._clock = clock
-        self._free_at = 0.0
-        self._lifted = asyncio.Event()
-
-    def lift(self) -> None:
-        """Let everything pass at once from now on, also what waits already."""
-        self._lifted.set()
-
-    async def spend(self, size_bytes: int, *, urgent: bool) -> None:
-        """Wait until `size_bytes` more may be written; urgent writes neither wait nor hold the others up."""
-        if urgent:
-            return
-        now = self._clock()
-        start = max(now, self._free_at)
-        self._free_at = start + size_bytes / self._bytes_per_s
-        if start > now:
-            with suppress(TimeoutError):
-                async with asyncio.timeout(start - now):
-                    await self._lifted.wait()
-
-
-class Line:
-    """Turns for blocks on the line to Redis, in one direction: one full block at once, however many partitions wait.
-
-    Without turns, transfers that share a slow line would all exceed their timeouts, begin again, and never end.
-    """
-
-    def __init__(self) -> None:
-        self._free_bytes = SNAPSHOT_BLOCK_BYTES
-        self._next = asyncio.Lock()  # held by the first in line until it has its turn
-        self._freed = asyncio.Event()
-
-    @asynccontextmanager
-    async def turn(self, size_bytes: int) -> AsyncIterator[None]:
-        """Wait for a turn to transfer a block of `size_bytes`; raises TimeoutError if the transfer is too slow then.
-
-        Turns are in order of arrival. The wait for one has no limit, as each turn has one.
-        """
-        async with self._next:
-            while self._free_bytes < size_bytes:
-                self._freed.clear()
-                await self._freed.wait()
-            self._free_bytes -= size_bytes
-        try:
-            # What else has its turn shares the line, so each has the time that all of it may take.
-            async with transfer_timeout(SNAPSHOT_BLOCK_BYTES, STORE_PACE_BYTES_PER_S):
-                yield
-        finally:
-            self._free_bytes += size_bytes
-            self._freed.set()
-
-
 class SnapshotStore:
     """The snapshots of this shard's partitions. Raises RedisError or OSError when Redis does not answer."""
 
@@ -155,7 +98,7 @@ class SnapshotStore:
         self._scripts = scripts
         self._pool = pool
         self._budget = Budget(bytes_per_s, clock)
-        self._storing, self._loading = Line(), Line()
+        self._storing, self._loading = Line(SNAPSHOT_BLOCK_BYTES), Line(SNAPSHOT_BLOCK_BYTES)
         self._damaged: set[tuple[PartitionKey, str]] = set()
         self._saves = 0
 

@@ -19,9 +19,10 @@ from paramserver.types import F32, U8, AnyArray, ModelKey, PartitionKey
 from paramserver_node import redis as node_redis
 from paramserver_shard import snapshot_store
 from paramserver_shard.buffers import BufferPool
+from paramserver_shard.pacing import Budget
 from paramserver_shard.scripts import ScriptRunner
 from paramserver_shard.snapshot_format import to_stored
-from paramserver_shard.snapshot_store import Budget, SaveResult, SnapshotStore
+from paramserver_shard.snapshot_store import SaveResult, SnapshotStore
 
 pytestmark = pytest.mark.process
 

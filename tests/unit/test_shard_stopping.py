@@ -32,9 +32,10 @@ from paramserver_shard.buffers import BufferPool
 from paramserver_shard.directory import Directory
 from paramserver_shard.main import expect_state
 from paramserver_shard.membership import Membership
+from paramserver_shard.pacing import Budget
 from paramserver_shard.runtime import Runtime
 from paramserver_shard.serving import Serving
-from paramserver_shard.snapshot_store import Budget, SaveResult
+from paramserver_shard.snapshot_store import SaveResult
 from paramserver_shard.stopping import Stopping
 
 from . import virtual_time
