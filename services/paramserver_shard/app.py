@@ -21,7 +21,7 @@ from paramserver_node.queries import check_query, query_checked, takes_query
 from paramserver_node.roles import role
 from paramserver_shard import openapi, slots
 from paramserver_shard.arrays import NPY_MEDIA, SMALLER, ArrayService, read_npy
-from paramserver_shard.endpoints import ChunkedResponse, Pull, Push, PushPull
+from paramserver_shard.endpoints import Pull, Push, PushPull
 from paramserver_shard.frames import FrameService
 from paramserver_shard.inflight import InFlight, InFlightMiddleware, account, counted
 from paramserver_shard.internal import router as internal_router
@@ -30,6 +30,7 @@ from paramserver_shard.membership import Membership
 from paramserver_shard.models import Models
 from paramserver_shard.names import NameService, push_document
 from paramserver_shard.receiving import FrameReader
+from paramserver_shard.responses import ChunkedResponse
 from paramserver_shard.runtime import Runtime
 from paramserver_shard.telemetry import Telemetry
 

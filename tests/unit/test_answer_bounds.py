@@ -21,13 +21,14 @@ from paramserver.limits import BODY_BYTES_MAX, JSON_ELEMENTS_MAX, MIB
 from paramserver.types import F32, AnyArray, ModelKey
 from paramserver.wire.frame import PullFrame
 from paramserver.wire.tensor import from_f32, to_msgpack
-from paramserver_shard import endpoints
+from paramserver_shard import responses
 from paramserver_shard.directory import KnownModel
-from paramserver_shard.endpoints import Pull, check_json, check_msgpack, packed
+from paramserver_shard.endpoints import Pull
 from paramserver_shard.exchange import GotPart, WantedPart
 from paramserver_shard.frames import FrameService
 from paramserver_shard.inflight import InFlight
 from paramserver_shard.names import NameService, Pulled, PullRequest
+from paramserver_shard.responses import check_json, check_msgpack, packed
 
 QUARTER = BODY_BYTES_MAX // 4
 SPEC = {
@@ -153,7 +154,7 @@ async def test_a_large_answer_in_msgpack_keeps_nobody_waiting(monkeypatch: pytes
     async def pull(*_: Any) -> Pulled:
         return Pulled(KNOWN, select(LAYOUT), None, 1, 1, 0, np.arange(MIB, dtype=np.float32), ())
 
-    monkeypatch.setattr(endpoints, "from_f32", slow)
+    monkeypatch.setattr(responses, "from_f32", slow)
     nothing: Any = SimpleNamespace(check=None, clock=None, pulled=lambda *_: None)
     route = Pull(nothing, nothing, nothing, cast(Any, SimpleNamespace(pull=pull)), nothing)
     accepts = [(b"accept", b"application/msgpack")]
