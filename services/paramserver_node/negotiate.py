@@ -62,12 +62,12 @@ async def read_body(request: Request, size_max: int, hint: str = "") -> bytes:
     return b"".join(parts)
 
 
-async def read(request: Request, size_max: int, *, numbers_max: int | None = None) -> Any:
+async def read(request: Request, size_max: int) -> Any:
     """Return the body as plain values (msgpack `bin` as bytes).
 
     Raises RequestError: `unsupported_media_type`, `too_large`, `malformed`, `non_finite`.
     """
-    raw, parse = await read_encoded(request, size_max, numbers_max=numbers_max)
+    raw, parse = await read_encoded(request, size_max)
     return parse(raw)
 
 
@@ -102,7 +102,8 @@ async def read_tensors(request: Request) -> Any:
     """
     if media_type(request) not in _JSON_NAMES:
         return await read(request, NAMED_BODY_BYTES_MAX)
-    return await read(request, JSON_BODY_BYTES_MAX, numbers_max=JSON_ELEMENTS_MAX)
+    raw, parse = await read_encoded(request, JSON_BODY_BYTES_MAX, numbers_max=JSON_ELEMENTS_MAX)
+    return parse(raw)
 
 
 def accepted(request: Request) -> str:

@@ -18,7 +18,7 @@ from redis.exceptions import TimeoutError as RedisTimeoutError
 
 from paramserver.errors import PsError, problem
 from paramserver.limits import MIB
-from paramserver.types import Token
+from paramserver.types import PartitionKey, Token
 
 TIMEOUT_S: Final = 5.0
 """Timeout for one write or reply; for large transfers see `transfer_timeout`."""
@@ -65,6 +65,11 @@ _WAIT_MS: Final = 500
 def token_text(token: Token) -> str:
     """Return an owner token as it is stored: with leading zeros, so that texts compare like numbers."""
     return f"{token:020d}"
+
+
+def partition_key(key: PartitionKey, name: str) -> str:
+    """Return the name in Redis of something of a partition: its `token`, `manifest`, `journal` and so on."""
+    return f"{{{key}}}:{name}"
 
 
 def connect(url: str, *, timeout_s: float | None = TIMEOUT_S) -> Redis:

@@ -226,6 +226,8 @@ class Stream:
                 await _clear_and_wait(self._may_continue)
         finally:
             self._sink = None
+            if self.body_ended:
+                self._ahead.discard(self)
         if self._failed is not None:
             failed, self._failed = self._failed, None
             raise failed

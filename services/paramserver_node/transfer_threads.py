@@ -77,7 +77,7 @@ class TransferThreads:
             if error is None:
                 then(done.result())
             else:
-                log.error("http2.trip_failed", exc_info=error)
+                log.error("http2.transfer_failed", exc_info=error)
                 then(None)
 
         self._loop.run_in_executor(self._threads, transfer).add_done_callback(ended)

@@ -16,7 +16,7 @@ from redis.asyncio import Redis
 from paramserver import limits
 from paramserver.errors import problem
 from paramserver.types import PartitionKey, Token
-from paramserver_node.redis import FENCE_KEY, LEADER_KEY, TERM_KEY, token_text, transfer_timeout
+from paramserver_node.redis import FENCE_KEY, LEADER_KEY, TERM_KEY, partition_key, token_text, transfer_timeout
 from paramserver_scheduler.lease import OTHER_HOLDER, WRITTEN_KEY, Deposed, Lease, answering
 
 STATE_KEY: Final = "ps:state"
@@ -141,7 +141,7 @@ class StateStore:
         the caller's next write must repeat it, possibly merged with later changes.  Raises Deposed if a newer scheduler
         leads, RedisDataLost if Redis has lost the state; call `begin_new_term` then.
         """
-        new_tokens = {f"{{{key}}}:token": token_text(t) for key, t in tokens}
+        new_tokens = {partition_key(key, "token"): token_text(t) for key, t in tokens}
         full_rewrite, term = self.full_rewrite, self.term
         self._writes += 1
         number = f"{term:010d}{self._writes:012d}"

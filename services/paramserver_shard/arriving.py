@@ -57,13 +57,14 @@ class Arriving:
         self.size: Final = sum(sizes)
         self.push_id: Final = frame.push_id
         self._codec: Final = frame.codec
-        self.applied_here: Final = all_local or not may_forward(frame)
-        """Whether no part is forwarded to another owner."""
-        self._with_crc = self.applied_here and (frame.seq is not None or frame.key is not None)
+        self.may_forward: Final = may_forward(frame)
+        """Whether parts are forwarded to other owners: those of now, or to whom they move until they are applied."""
+        self._with_crc = frame.seq is not None or frame.key is not None
         self._staged = self._codec is not None and self._codec.stage is not None
         self.unpacked_bytes: Final = sum(raw for _, raw in frame.sizes) if self._staged else 0
         """Bytes that the parts take, besides `size`, once their compression stage is undone."""
-        self._defer_check = all_local and not self._staged and known.spec.consistency.immediate
+        immediate = known.spec.consistency.immediate
+        self._defer_check = all_local and not self.may_forward and not self._staged and immediate
         """Whether parts that are whole partitions are checked while they are applied."""
         self._coding: Coding = cast(DType, frame.dtype) if self._codec is None else self._codec.coding
         self._runtime = runtime

@@ -49,6 +49,8 @@ class GotPart(Struct, frozen=True):
     partition: int
     version: int
     incarnation: int
+    timeline: int
+    """That of the model when they were taken: while a pull waits, another one may begin."""
     pieces: tuple[F32, ...]
     """The requested elements, end to end; read-only by convention."""
 
@@ -74,7 +76,7 @@ class Exchange:
             # so their memory must not be consumed here.
             parts = [replace(p, exclusive_buffer=False) for p in parts]
             if repeatable:
-                parts = [with_checksum(p, now.layout.partition_size(p.partition)) for p in parts]
+                parts = [p if p.crc else with_checksum(p, now.layout.partition_size(p.partition)) for p in parts]
             return await self._runtime.push(replace(command, parts=tuple(parts)))
 
         async def remote(now: KnownModel, shard: str, parts: Sequence[PushPart]) -> PushDone:
@@ -136,8 +138,8 @@ class Exchange:
                 [p.ranges for p in parts],
             )
             return [
-                GotPart(got.partition, got.version, got.incarnation, slices(got.state.values, want.ranges))
-                for want, got in zip(parts, done.parts, strict=True)
+                GotPart(of.partition, of.version, of.incarnation, done.timeline, slices(of.state.values, want.ranges))
+                for want, of in zip(parts, done.parts, strict=True)
             ]
 
         async def remote(now: KnownModel, shard: str, parts: Sequence[WantedPart]) -> list[GotPart]:
@@ -309,6 +311,6 @@ def _got(known: KnownModel, parts: Sequence[WantedPart], reply: PullReply, body:
     at = 0
     for want, (partition, version, incarnation) in zip(parts, reply.parts, strict=True):
         size = known.layout.partition_size(partition) if want.ranges is None else elements(want.ranges)
-        out.append(GotPart(partition, version, incarnation, (values[at : at + size],)))
+        out.append(GotPart(partition, version, incarnation, reply.timeline, (values[at : at + size],)))
         at += size
     return out

@@ -13,7 +13,7 @@ from msgspec.structs import replace
 from paramserver.core.ranges import RangeArray, elements
 from paramserver.core.shard.effects import PartVersion, PullDone, PulledPart, PushDone
 from paramserver.core.shard.events import PullReceived, PushReceived
-from paramserver.errors import PsError, problem
+from paramserver.errors import PsError, StaleMapError, problem
 from paramserver.limits import BODY_BYTES_MAX, WAIT_S_MAX
 from paramserver.types import F32, ITEMSIZE, ModelKey
 from paramserver.wire.frame import Lease, PullFrame, PullReply, PullSpec, PushFrame, PushReply, encode_header
@@ -146,7 +146,7 @@ class FrameService:
             norm=frame.norm,
             ack=frame.ack,
         )
-        if arriving.applied_here:
+        if not arriving.may_forward:
             return await self._runtime.push(command)
         # Sent by a client without a map to any shard: this one splits it among the owners.
         bad = [p.partition for p in parts if not p.finite]
@@ -211,19 +211,20 @@ class FrameService:
         indices = tuple([p for p, _ in spec.parts])
         wait_s = min(max(spec.wait_s, 0.0), WAIT_S_MAX)
         if not forward or self._all_local(known, indices):
-            done = await self._runtime.pull(
-                PullReceived(
-                    known.key.name,
-                    indices,
-                    generation=known.key.generation,
-                    timeline=timeline,
-                    min_version=spec.min_version,
-                    min_clock=spec.min_clock,
-                    wait_s=wait_s,
-                ),
-                [ranges for _, ranges in spec.parts],
+            event = PullReceived(
+                known.key.name,
+                indices,
+                generation=known.key.generation,
+                timeline=timeline,
+                min_version=spec.min_version,
+                min_clock=spec.min_clock,
+                wait_s=wait_s,
             )
-            return self._body(known, spec, done)
+            try:
+                return self._body(known, spec, await self._runtime.pull(event, [ranges for _, ranges in spec.parts]))
+            except StaleMapError:  # a partition has moved since it was looked up, perhaps while the pull waited
+                if not forward:
+                    raise
         wanted = [WantedPart(p, ranges) for p, ranges in spec.parts]
         fetched = await self._exchange.pull(
             known,
@@ -234,7 +235,9 @@ class FrameService:
             wait_s=wait_s,
             make_room=make_room,
         )
-        return FrameBody(known, spec.dtype, known.timeline, [fetched[p] for p in indices])
+        parts = [fetched[p] for p in indices]
+        # The lowest: a gradient computed from these values belongs to no later timeline.
+        return FrameBody(known, spec.dtype, min(p.timeline for p in parts), parts)
 
     def _body(self, known: KnownModel, spec: PullSpec, done: PullDone) -> "FrameBody":
         """Build the answer from these values, lending them if possible."""
@@ -242,7 +245,7 @@ class FrameService:
         parts = []
         for index, ranges in spec.parts:
             got = by_index[index]
-            parts.append(GotPart(index, got.version, got.incarnation, slices(got.state.values, ranges)))
+            parts.append(GotPart(index, got.version, got.incarnation, done.timeline, slices(got.state.values, ranges)))
         answer = FrameBody(known, spec.dtype, done.timeline, parts)
         if spec.mapped and spec.dtype == "float32" and all(ranges is None for _, ranges in spec.parts):
             answer.lease = self._lease(known.key, [(p.partition, p.version) for p in parts], answer.pieces)

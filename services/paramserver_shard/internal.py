@@ -15,10 +15,10 @@ from paramserver.wire.state import SetFrame, StateFrame
 from paramserver.wire.tensor import NUMPY_DTYPE
 from paramserver_node.roles import role
 from paramserver_shard.directory import KnownModel
-from paramserver_shard.endpoints import ChunkedResponse
 from paramserver_shard.frames import push_reply
 from paramserver_shard.models import Models
 from paramserver_shard.receiving import Body, FrameReader
+from paramserver_shard.responses import ChunkedResponse
 from paramserver_shard.runtime import Runtime
 from paramserver_shard.serving import Serving
 

@@ -26,7 +26,7 @@ from paramserver.core.shard.journal import JournalEntry
 from paramserver.errors import PsError, problem
 from paramserver.limits import JOURNAL_SCRIPT_BYTES, MIB, PARTITION_BYTES_MAX
 from paramserver.types import AnyArray, PartitionKey, Token
-from paramserver_node import redis as node_redis
+from paramserver_node.redis import partition_key, token_text, transfer_timeout
 from paramserver_shard.scripts import Script, ScriptRunner
 
 FORMAT: Final = "1.2"
@@ -128,29 +128,30 @@ class Journal:
 
     async def read(self, key: PartitionKey, after: int) -> list[JournalEntry]:
         """Return all entries above lsn `after`, checked.  Raises CorruptState if one is damaged or missing."""
-        async with node_redis.transfer_timeout(0):
-            text = await self._redis.get(f"{{{key}}}:lsn")
+        async with transfer_timeout(0):
+            text = await self._redis.get(partition_key(key, "lsn"))
         try:
             last = 0 if text is None else int(text)
         except ValueError:
             raise _damaged(key, f"its last number is {text!r:.30}") from None
         if last < after:
             raise _damaged(key, f"it ends at {last}, but a snapshot has {after}")
+        stream = partition_key(key, "journal")
         entries: list[JournalEntry] = []
         count = 1
         while last > after + len(entries):
             start = f"({after + len(entries)}-0"
-            async with node_redis.transfer_timeout(PARTITION_BYTES_MAX):  # one entry can hold a whole partition
-                page: _Page = await self._redis.xrange(f"{{{key}}}:journal", min=start, count=count)  # type: ignore[assignment]
+            async with transfer_timeout(PARTITION_BYTES_MAX):  # one entry can hold a whole partition
+                page: _Page = await self._redis.xrange(stream, min=start, count=count)  # type: ignore[assignment]
             if not page:
                 break
             entries += await asyncio.to_thread(_decoded_page, key, after + len(entries) + 1, page)
-            size = sum(len(fields[b"d"]) for _, fields in page)
+            size = sum(len(fields[b"h"]) + len(fields[b"d"]) for _, fields in page)
             count = max(1, min(_PAGE_GROWTH * count, _PAGE_ENTRIES_MAX, _PAGE_BYTES * len(page) // max(1, size)))
         if last != after + len(entries):
             raise _damaged(key, f"it ends at {after + len(entries)}, but {last} were written")
-        async with node_redis.transfer_timeout(PARTITION_BYTES_MAX):
-            more = await self._redis.xrange(f"{{{key}}}:journal", min=f"({last}-0", count=1)
+        async with transfer_timeout(PARTITION_BYTES_MAX):
+            more = await self._redis.xrange(stream, min=f"({last}-0", count=1)
         if more:
             raise _damaged(key, f"there are entries behind the last one, {last}")
         return entries
@@ -176,8 +177,8 @@ def _encoded(batches: Sequence[Batch]) -> tuple[list[Script], list[int]]:
                 room, count_at = JOURNAL_SCRIPT_BYTES, 0
             keys, args = out[-1].keys, out[-1].args
             if not count_at:
-                keys.extend(f"{{{batch.key}}}:{name}" for name in ("token", "lsn", "journal"))
-                args.extend((node_redis.token_text(batch.token), 0))
+                keys.extend(partition_key(batch.key, name) for name in ("token", "lsn", "journal"))
+                args.extend((token_text(batch.token), 0))
                 count_at = len(args) - 1
                 of.append(number)
             args.extend((entry.lsn, *encode(entry)))

@@ -142,16 +142,21 @@ def _target(path: str, params: Mapping[str, Any] | None) -> str:
 
 
 class _Lines:
-    """The sink of the feed's body; splits it into lines."""
+    """The sink of the feed's body; splits it into lines.
+
+    A feed that the transport opens again, because its connection broke, is refused: its documents begin anew, and the
+    reader would not notice what was deleted in between.
+    """
 
     def __init__(self) -> None:
+        self._begun = 0
         self._whole: deque[bytes] = deque()
         self._rest = b""
         self._news = asyncio.Event()
         self._outcome: Outcome | None = None
 
     def begin(self) -> None:
-        self._rest = b""
+        self._begun += 1
 
     def room(self) -> memoryview:
         return memoryview(b"")
@@ -160,6 +165,8 @@ class _Lines:
         raise AssertionError("nothing has room here")
 
     def feed(self, data: memoryview) -> None:
+        if self._begun > 1:
+            raise problem("unavailable", "its connection broke")
         *whole, self._rest = (self._rest + data).split(b"\n")
         self._whole += whole
         self._news.set()

@@ -1,5 +1,6 @@
 """Traffic of each partition on this shard, which the scheduler uses to balance load."""
 
+from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from typing import Final
 
@@ -21,28 +22,21 @@ class Loads:
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
         self._since = clock()
-        self._bytes: dict[ModelKey, dict[int, int]] = {}
+        self._bytes = defaultdict[ModelKey, Counter[int]](Counter)
         self._rates: dict[tuple[ModelKey, int], float] = {}
 
     def pushed(self, event: PushReceived, done: PushDone) -> None:
         """Count an accepted push."""
-        loads = self._of(done.model)
+        loads = self._bytes[done.model]
         for part in event.parts:
-            loads[part.partition] = loads.get(part.partition, 0) + part.data.nbytes
+            loads[part.partition] += part.data.nbytes
 
     def pulled(self, done: PullDone, ranges: Sequence[RangeArray | None] | None) -> None:
         """Count an answered pull; `ranges` are those requested of each part (None: all of it)."""
-        loads = self._of(done.model)
+        loads = self._bytes[done.model]
         for i, part in enumerate(done.parts):
             wanted = None if ranges is None else ranges[i]
-            size = part.state.values.nbytes if wanted is None else 4 * elements(wanted)
-            loads[part.partition] = loads.get(part.partition, 0) + size
-
-    def _of(self, model: ModelKey) -> dict[int, int]:
-        found = self._bytes.get(model)
-        if found is None:
-            found = self._bytes[model] = {}
-        return found
+            loads[part.partition] += part.state.values.nbytes if wanted is None else 4 * elements(wanted)
 
     def rates(self) -> list[list[str | int | float]]:
         """Return [model, generation, index, bytes per second] of each partition with traffic."""
@@ -56,5 +50,6 @@ class Loads:
                 rate = kept * self._rates.get(key, 0.0) + (1 - kept) * carried.get(key, 0) / passed_s
                 if rate >= LOW_BYTES_PER_S:
                     rates[key] = rate
-            self._since, self._bytes, self._rates = now, {}, rates
+            self._bytes.clear()
+            self._since, self._rates = now, rates
         return [[m.name, m.generation, index, round(rate, 1)] for (m, index), rate in self._rates.items()]

@@ -79,6 +79,8 @@ class Membership:
         self._kick = asyncio.Event()
         self._resync = asyncio.Event()
         self._views: dict[str, ModelView] = {}
+        self._joining = asyncio.Lock()
+        """Held while a request to join is under way."""
         self._fenced = False
         """Whether this process was fenced before, so that its current membership is a rejoin."""
         self._join_error, self._join_error_logged_at = "", 0.0
@@ -125,7 +127,8 @@ class Membership:
         """Join, and rejoin whenever the membership ends, until cancelled or closed."""
         while not self.serving.closed:
             try:
-                await self._join()
+                async with self._joining:
+                    await self._join()
             except PsError as error:
                 if error.code == "invalid_field":  # its name or an address is not allowed: retrying would not help
                     raise
@@ -134,6 +137,8 @@ class Membership:
                     self.link.switch_from(self.link.url)
                 await asyncio.sleep(RETRY_S)
                 continue
+            if self.serving.closed:  # meanwhile; whoever closed it leaves
+                return
             self._join_error = ""
             joined_at = monotonic()
             try:
@@ -363,11 +368,12 @@ class Membership:
         """Tell the scheduler that this shard leaves, so that its partitions are reassigned at once.
 
         With `stored`, only if no model loses a commit by that; False if one would: it is being stored, ask again.
-        Raises PsError.
+        Waits for a join that is under way.  Raises PsError.
         """
-        if not self.epoch:
-            return True
-        asked = {"epoch": self.epoch, "stored": int(stored)}
+        async with self._joining:
+            if not self.epoch:
+                return True
+            asked = {"epoch": self.epoch, "stored": int(stored)}
         try:
             answer = await self.link.request("DELETE", f"/internal/shards/{self.name}", params=asked)
         except (FencedError, NotFoundError) as error:  # it has left, and the answer was lost; or it is taken for dead

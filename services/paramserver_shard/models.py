@@ -35,10 +35,12 @@ class Models:
     async def _ask(self, name: str, generation: int | None) -> KnownModel:
         """Ask the scheduler whether the model exists, then wait for it to arrive on the feed."""
         check_model_name(name)
+        before = self._directory.models.get(name)
         try:
             await self._link.request("GET", f"/models/{name}")
         except NotFoundError:
-            self._directory.models.pop(name, None)
+            if self._directory.models.get(name) is before:  # else it has arrived since it was asked for
+                self._directory.models.pop(name, None)
             raise
         for _ in range(20):
             known = self._directory.models.get(name)

@@ -18,7 +18,7 @@ from paramserver.core.fields import Reader
 from paramserver.core.selection import Selection, select
 from paramserver.core.shard.effects import PushDone
 from paramserver.core.shard.events import PushPart, PushReceived
-from paramserver.errors import PsError, combined, problem
+from paramserver.errors import PsError, problem
 from paramserver.types import F32, ITEMSIZE, LEVELS, AnyArray, DType, PushId
 from paramserver.wire.tensor import NUMPY_DTYPE, from_json, from_msgpack, to_f32
 from paramserver_shard.buffers import INLINE_BYTES_MAX
@@ -52,6 +52,8 @@ class Pulled(Struct, frozen=True):
     """The dtype that was asked for; None: each parameter's own."""
     version: int
     incarnation: int
+    timeline: int
+    """The lowest of the parts': a gradient computed from these values belongs to no later one."""
     packed: F32
     """All requested elements, end to end."""
     parts: Sequence[GotPart]
@@ -133,7 +135,8 @@ class NameService:
         small = request.size_bytes <= INLINE_BYTES_MAX
         values = end_to_end(selection, got) if small else await asyncio.to_thread(end_to_end, selection, got)
         parts = [replace(got[p.partition], pieces=()) for p in selection.parts]  # their memory is free now
-        return Pulled(known, selection, request.dtype, *version_of(parts), values, parts)
+        timeline = min(p.timeline for p in parts)
+        return Pulled(known, selection, request.dtype, *version_of(parts), timeline, values, parts)
 
     async def _open(self, body: Any) -> tuple[KnownModel, Reader]:
         if not isinstance(body, Mapping):
@@ -163,8 +166,7 @@ class NameService:
         selection, tensors = _read_tensors(known, grads, ranges, errors)
         if not grads and not errors:
             raise problem("empty_push", "the push holds no gradients", hint='"grads": {"NAME": [...]}')
-        if errors:
-            raise combined(errors)
+        r.tell()
         _check_ranges(known, selection)
         vector, dtype = packed(selection, tensors)
         parts = []
@@ -195,7 +197,8 @@ def _check_ranges(known: KnownModel, selection: Selection) -> None:
     """
     counts = Counter[str]()
     for part in selection.parts:
-        counts[known.owners[part.partition][0]] += part.range_count
+        if owner := known.owners[part.partition][0]:  # those without an owner may get several
+            counts[owner] += part.range_count
     if (most := max(counts.values(), default=0)) > limits.RANGES_PER_REQUEST_MAX:
         detail = f"{most} ranges lie on one shard; at most {limits.RANGES_PER_REQUEST_MAX} are allowed"
         raise problem("too_large", detail, hint="send them in several requests", where="ranges")
@@ -240,8 +243,7 @@ def push_document(done: PushDone) -> dict[str, Any]:
 
 def _finish(r: Reader) -> None:
     r.done()
-    if r.errors:
-        raise combined(r.errors)
+    r.tell()
 
 
 def _push_id(r: Reader) -> PushId | None:
@@ -309,8 +311,7 @@ def _read_pull(known: KnownModel, r: Reader, *, ranged: bool = True) -> PullRequ
     ranges = _read_ranges(r) if ranged else {}
     if names is not None and not names:
         r.fail("names", "is empty; leave it out to pull everything")
-    if r.errors:
-        raise combined(r.errors)
+    r.tell()
     selection = select(known.layout, names, ranges)
     _check_ranges(known, selection)
     return PullRequest(selection, min_version, min_clock, wait_s, dtype)

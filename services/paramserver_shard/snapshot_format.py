@@ -10,6 +10,7 @@ from itertools import chain
 from typing import Any, Final
 
 import msgpack
+from msgspec.structs import asdict
 from zlib_ng import zlib_ng
 
 from paramserver.core.partition_state import Capture, HeldPart, LoadedState, PartitionState
@@ -21,7 +22,6 @@ from paramserver.types import U8, AnyArray
 FORMAT: Final = "1.3"
 _READ: Final = ("1.2", FORMAT)
 _ALIGN: Final = 64
-_HELD_FIELDS: Final = ("worker", "epoch", "clock", "seq", "base", "scale", "ranges", "dtype")
 
 Entry = Mapping[str, Any]
 """One snapshot in a manifest: version, token, lsn, cut, name, bytes, crc32 (of each block), format."""
@@ -69,8 +69,9 @@ def from_stored(head: Mapping[str, Any], arrays: Sequence[AnyArray]) -> LoadedSt
 
 
 def _fields(part: HeldPart) -> dict[str, Any]:
-    fields = {f: getattr(part, f) for f in _HELD_FIELDS}
-    return fields if part.ranges is None else fields | {"ranges": True}
+    fields = asdict(part) | {"ranges": None if part.ranges is None else True}
+    del fields["data"]
+    return fields
 
 
 def _arrays(part: HeldPart) -> tuple[AnyArray, ...]:
@@ -82,17 +83,7 @@ def _held(head: Mapping[str, Any], rest: list[AnyArray]) -> HeldPart:
     base, data, ranges = head["base"], rest.pop(), head["ranges"]
     if ranges is not None:  # a list before format 1.3
         ranges = rest.pop().reshape(-1, 2) if ranges is True else of_pairs(ranges)
-    return HeldPart(
-        head["worker"],
-        head["epoch"],
-        head["clock"],
-        head["seq"],
-        None if base is None else (base[0], base[1]),
-        head["scale"],
-        ranges,
-        data,
-        head["dtype"],
-    )
+    return HeldPart(**{**head, "base": None if base is None else tuple(base), "ranges": ranges, "data": data})
 
 
 def newer(what: str, found: object) -> PsError:

@@ -1,9 +1,9 @@
 """Snapshots of partitions in Redis: written under the owner token, read back by the partition's next owner.
 
 A snapshot is one byte stream (`snapshot_format`) cut into blocks of at most 4 MiB, each under its own key with its
-CRC-32 in the manifest. The manifest names at most two snapshots, newest first, and is switched last, by a script that
-compares the partition's owner token: an owner that was replaced cannot switch it. The same script trims the journal up
-to the older of the two snapshots, so the whole journal after either of them is kept.
+CRC-32 in the manifest. The manifest names two snapshots, newest first, or three (see `_beside`), and is switched last,
+by a script that compares the partition's owner token: an owner that was replaced cannot switch it. The same script
+trims the journal up to the oldest of them, so the whole journal after each of them is kept.
 
 Keys of partition `{NAME.GENERATION/INDEX}`: `…:token`, `…:manifest`, `…:saved` (version of the newest snapshot; shows
 that a missing manifest was lost), `…:pending` (snapshots whose blocks may exist but which no manifest names),
@@ -11,8 +11,7 @@ that a missing manifest was lost), `…:pending` (snapshots whose blocks may exi
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import asynccontextmanager, suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from enum import IntEnum
 from typing import Any, Final
 
@@ -22,11 +21,12 @@ from zlib_ng import zlib_ng
 
 from paramserver.core.partition_state import LoadedState
 from paramserver.errors import problem
-from paramserver.limits import SNAPSHOT_BLOCK_BYTES, STORE_PACE_BYTES_PER_S
+from paramserver.limits import SNAPSHOT_BLOCK_BYTES
 from paramserver.types import AnyArray, PartitionKey, Token
 from paramserver_node.crash import crash_point
-from paramserver_node.redis import token_text, transfer_timeout
+from paramserver_node.redis import partition_key, token_text
 from paramserver_shard.buffers import SMALL_BYTES, BufferPool
+from paramserver_shard.pacing import Budget, Line
 from paramserver_shard.scripts import Script, ScriptRunner
 from paramserver_shard.snapshot_format import (
     FORMAT,
@@ -40,6 +40,7 @@ from paramserver_shard.snapshot_format import (
 )
 
 KEPT: Final = 2
+"""Snapshots that are kept at least, once there are as many."""
 
 # KEYS: token, manifest, pending, saved, lsn, journal, then the blocks. ARGV: owner token, new manifest, the member of
 # `pending` for the new snapshot, its version, its lsn, the first journal entry to keep ('' keeps all), then members of
@@ -82,63 +83,6 @@ class SaveResult(IntEnum):
     """Redis lost blocks before the manifest was switched; the snapshot must be stored again."""
 
 
-class Budget:
-    """Rate limiter for writes: at most `bytes_per_s` over all partitions of this shard, until it is lifted."""
-
-    def __init__(self, bytes_per_s: float, clock: Callable[[], float]) -> None:
-        self._bytes_per_s = bytes_per_s
-        self._clock = clock
-        self._free_at = 0.0
-        self._lifted = asyncio.Event()
-
-    def lift(self) -> None:
-        """Let everything pass at once from now on, also what waits already."""
-        self._lifted.set()
-
-    async def spend(self, size_bytes: int, *, urgent: bool) -> None:
-        """Wait until `size_bytes` more may be written; urgent writes neither wait nor hold the others up."""
-        if urgent:
-            return
-        now = self._clock()
-        start = max(now, self._free_at)
-        self._free_at = start + size_bytes / self._bytes_per_s
-        if start > now:
-            with suppress(TimeoutError):
-                async with asyncio.timeout(start - now):
-                    await self._lifted.wait()
-
-
-class Line:
-    """Turns for blocks on the line to Redis, in one direction: one full block at once, however many partitions wait.
-
-    Without turns, transfers that share a slow line would all exceed their timeouts, begin again, and never end.
-    """
-
-    def __init__(self) -> None:
-        self._free_bytes = SNAPSHOT_BLOCK_BYTES
-        self._next = asyncio.Lock()  # held by the first in line until it has its turn
-        self._freed = asyncio.Event()
-
-    @asynccontextmanager
-    async def turn(self, size_bytes: int) -> AsyncIterator[None]:
-        """Wait for a turn to transfer a block of `size_bytes`; raises TimeoutError if the transfer is too slow then.
-
-        Turns are in order of arrival. The wait for one has no limit, as each turn has one.
-        """
-        async with self._next:
-            while self._free_bytes < size_bytes:
-                self._freed.clear()
-                await self._freed.wait()
-            self._free_bytes -= size_bytes
-        try:
-            # What else has its turn shares the line, so each has the time that all of it may take.
-            async with transfer_timeout(SNAPSHOT_BLOCK_BYTES, STORE_PACE_BYTES_PER_S):
-                yield
-        finally:
-            self._free_bytes += size_bytes
-            self._freed.set()
-
-
 class SnapshotStore:
     """The snapshots of this shard's partitions. Raises RedisError or OSError when Redis does not answer."""
 
@@ -154,7 +98,7 @@ class SnapshotStore:
         self._scripts = scripts
         self._pool = pool
         self._budget = Budget(bytes_per_s, clock)
-        self._storing, self._loading = Line(), Line()
+        self._storing, self._loading = Line(SNAPSHOT_BLOCK_BYTES), Line(SNAPSHOT_BLOCK_BYTES)
         self._damaged: set[tuple[PartitionKey, str]] = set()
         self._saves = 0
 
@@ -185,13 +129,13 @@ class SnapshotStore:
 
         The caller stores one snapshot of a partition at a time (see `SnapshotPlan`).
 
-        `cut` is the clock under which a cut is found again; the cut at clock `pinned` is kept in any case. An urgent
-        snapshot does not wait for the budget. With `fsync`, `STORED` means on disk, and this raises what
-        `ScriptRunner.run` raises.
+        `cut` is the clock under which a cut is found again; the cut at clock `pinned` is kept in any case, and beside
+        a snapshot that is no cut the newest cut, too. An urgent snapshot does not wait for the budget. With `fsync`,
+        `STORED` means on disk, and this raises what `ScriptRunner.run` raises.
         """
         async with self._redis.pipeline(transaction=False) as pipe:
-            pipe.mget(_key(key, "manifest"), _key(key, "saved"))
-            pipe.smembers(_key(key, "pending"))
+            pipe.mget(partition_key(key, "manifest"), partition_key(key, "saved"))
+            pipe.smembers(partition_key(key, "pending"))
             (text, saved), pending = await pipe.execute()
         if fsync:  # before anything is written
             await self._scripts.settle()
@@ -213,13 +157,12 @@ class SnapshotStore:
             "bytes": size,
             "crc32": checksums,
         }
-        older = [e for e in manifest if pinned is not None and e["cut"] == pinned] or manifest
-        kept = [entry, *older][:KEPT]
+        kept = [entry, *_beside(entry, manifest, pinned)]
         displaced = [old for old in found if all(old["name"] != e["name"] for e in kept)]
         result = await self._switch(key, token, kept, displaced, fsync=fsync)
         if result is not SaveResult.STORED:
             await self._delete_blocks(key, name, len(checksums))
-            await self._redis.srem(_key(key, "pending"), _member(entry))
+            await self._redis.srem(partition_key(key, "pending"), _member(entry))
             return result
         self._damaged.difference_update((key, old["name"]) for old in displaced)
         await self._delete_abandoned(key, token, kept, map(_member, displaced))
@@ -239,9 +182,9 @@ class SnapshotStore:
         `displaced` become pending with that, so that the next save deletes them if this one does not get to it.
         """
         new = manifest[0]
-        keep_from = f"{min(e['lsn'] for e in manifest) + 1}-0" if len(manifest) == KEPT else ""
+        keep_from = f"{min(e['lsn'] for e in manifest) + 1}-0" if len(manifest) >= KEPT else ""
         names = ("token", "manifest", "pending", "saved", "lsn", "journal")
-        keys = [_key(key, n) for n in names] + _blocks(key, new["name"], len(new["crc32"]))
+        keys = [partition_key(key, n) for n in names] + _blocks(key, new["name"], len(new["crc32"]))
         args = [token_text(token), pack_manifest(manifest), _member(new), new["version"], new["lsn"], keep_from]
         args += map(_member, displaced)
         crash_point("shard.snapshot_before_switch")
@@ -262,8 +205,8 @@ class SnapshotStore:
             await self._budget.spend(len(block), urgent=urgent)
             async with self._storing.turn(len(block)), self._scripts.redis.pipeline(transaction=False) as pipe:
                 if not i:  # in one pipeline with the first block, and before it
-                    pipe.sadd(_key(key, "pending"), f"{name}:{count}")
-                pipe.set(_key(key, f"snap:{name}:{i}"), block)
+                    pipe.sadd(partition_key(key, "pending"), f"{name}:{count}")
+                pipe.set(partition_key(key, f"snap:{name}:{i}"), block)
                 await pipe.execute()
             checksums.append(checksum)
             crash_point("shard.snapshot_block_stored")
@@ -271,7 +214,7 @@ class SnapshotStore:
 
     async def has_token(self, key: PartitionKey, token: Token) -> bool:
         """Return whether Redis has this owner token or a newer one; if not, it was emptied or reverted."""
-        text = await self._redis.get(_key(key, "token"))
+        text = await self._redis.get(partition_key(key, "token"))
         try:
             return text is not None and int(text) >= token
         except ValueError:
@@ -279,12 +222,12 @@ class SnapshotStore:
 
     async def last_lsns(self, keys: Sequence[PartitionKey]) -> list[int]:
         """Return the last lsn in Redis of each partition, from its journal or a snapshot; 0 if there is none."""
-        values = await self._redis.mget(_key(key, "lsn") for key in keys) if keys else []
+        values = await self._redis.mget(partition_key(key, "lsn") for key in keys) if keys else []
         return [int(v) if v is not None and v.isdigit() else 0 for v in values]
 
     async def manifest(self, key: PartitionKey) -> list[dict[str, Any]]:
         """Return the entries of the manifest, newest first; raises CorruptState if it is lost or damaged."""
-        text, saved = await self._redis.mget(_key(key, "manifest"), _key(key, "saved"))
+        text, saved = await self._redis.mget(partition_key(key, "manifest"), partition_key(key, "saved"))
         return _entries(key, text, saved)
 
     async def read(self, key: PartitionKey, entry: Mapping[str, Any]) -> LoadedState | None:
@@ -307,7 +250,7 @@ class SnapshotStore:
         at = 0
         for i, checksum in enumerate(entry["crc32"]):
             async with self._loading.turn(min(entry["bytes"], SNAPSHOT_BLOCK_BYTES)):
-                block = await self._scripts.redis.get(_key(key, f"snap:{entry['name']}:{i}"))
+                block = await self._scripts.redis.get(partition_key(key, f"snap:{entry['name']}:{i}"))
             if not isinstance(block, bytes) or zlib_ng.crc32(block) != checksum or at + len(block) > stream.size:
                 return None
             stream[at : at + len(block)] = np.frombuffer(block, np.uint8)
@@ -338,7 +281,7 @@ class SnapshotStore:
             text = member.decode(errors="replace") if isinstance(member, bytes) else str(member)
             name, _, count = text.rpartition(":")
             blocks = _blocks(key, name, int(count)) if count.isdecimal() and name not in named else []
-            keys = [_key(key, "token"), _key(key, "pending"), *blocks]
+            keys = [partition_key(key, "token"), partition_key(key, "pending"), *blocks]
             scripts.append(Script(_DELETE_ABANDONED, keys, [token_text(token), member]))
         if scripts:
             await self._scripts.run(scripts)
@@ -358,14 +301,24 @@ def _entries(key: PartitionKey, text: bytes | str | None, saved: bytes | str | N
     return []
 
 
+def _beside(
+    new: Mapping[str, Any], manifest: Sequence[Mapping[str, Any]], pinned: int | None
+) -> list[Mapping[str, Any]]:
+    """Return the snapshots of `manifest` that are kept beside a new one: the pinned cut, or else the newest snapshot.
+
+    If a cut is pinned and the new one is no cut, the newest cut is kept, too: the leader may go back to it before
+    anyone here hears of that.
+    """
+    cuts = [e for e in manifest if pinned is not None and e["cut"] is not None]
+    kept = ([e for e in cuts if e["cut"] == pinned] or manifest)[: KEPT - 1]
+    newest_cut = cuts[:1] if new["cut"] is None else []
+    return [e for e in manifest if e in kept or e in newest_cut]
+
+
 def _member(entry: Mapping[str, Any]) -> str:
     """Return the member of `pending` for the snapshot of this entry."""
     return f"{entry['name']}:{len(entry['crc32'])}"
 
 
-def _key(key: PartitionKey, name: str) -> str:
-    return f"{{{key}}}:{name}"
-
-
 def _blocks(key: PartitionKey, name: str, count: int) -> list[str]:
-    return [_key(key, f"snap:{name}:{i}") for i in range(count)]
+    return [partition_key(key, f"snap:{name}:{i}") for i in range(count)]

@@ -48,18 +48,19 @@ class Stopping:
     async def run(self, asked: asyncio.Event, stop: asyncio.Event) -> None:
         """Wait for `asked`, shut the shard down, then set `stop` so that the server closes."""
         await asked.wait()
-        began = asyncio.get_running_loop().time()
+        began = stored_by = asyncio.get_running_loop().time()
         self._membership.stopping = True
         log.info("told to stop; %d partitions to hand over", self._owned)
         if self._membership.epoch:
+            stored_by += self._store_s
             self._runtime.storage.hurry()  # moves of a model wait for the end of its cut
             await _until(began + HAND_OVER * self._store_s, self._hand_over())
             self._membership.serving.close()
-            await _until(began + self._store_s, self._store())
-            if not self._left:
-                self._tell_losses()
-                await _until(began + self._store_s + LEAVE_S, self._leave_without_storing())
+            await _until(stored_by, self._store())
         self._membership.serving.close()
+        if not self._left:
+            self._tell_losses()
+            await _until(stored_by + LEAVE_S, self._leave_without_storing())
         self._runtime.close()
         stop.set()
 

@@ -6,6 +6,7 @@ import random
 import signal
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -15,6 +16,7 @@ from redis.asyncio import Redis
 from tests.chaos.proxy import Link
 from tests.servers import running_redis
 
+from paramserver.core.ranges import of_pairs
 from paramserver.core.shard.events import Event, Journaled, JournalLost, JournalRefused, StorageChanged
 from paramserver.core.shard.journal import JournalEntry
 from paramserver.errors import CorruptState, RequestError
@@ -115,6 +117,24 @@ async def test_entries_larger_than_a_page_are_read_one_by_one(redis: Redis, monk
     monkeypatch.setattr("paramserver_shard.journal._PAGE_BYTES", 1)
     assert await append(redis, entries(1, 4)) == Verdict.WRITTEN
     assert [e.lsn for e in await journal_of(redis).read(KEY, 0)] == [1, 2, 3, 4]
+
+
+async def test_ranges_count_towards_a_page(redis: Redis, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Entries of many ranges and few elements, or none, are read in pages no larger than those of others."""
+    monkeypatch.setattr("paramserver_shard.journal._PAGE_BYTES", 64 << 10)
+    ranges = of_pairs([(2 * i, 2 * i + 1) for i in range(1024)])  # 16 KiB
+    head = {"version": 1, "ranges": ranges, "late": True}
+    assert await append(redis, [JournalEntry(KEY, TOKEN, lsn, "hold", head) for lsn in range(1, 13)]) == Verdict.WRITTEN
+    counts: list[int] = []
+
+    async def xrange(name: str, **options: Any) -> Any:
+        counts.append(options["count"])
+        return await redis.xrange(name, **options)
+
+    counting: Any = SimpleNamespace(get=redis.get, xrange=xrange)
+    found = await Journal(counting, ScriptRunner(redis)).read(KEY, 0)
+    assert [e.lsn for e in found] == list(range(1, 13))
+    assert max(counts) == 3
 
 
 async def test_a_partition_with_much_to_write_takes_several_scripts(

@@ -19,9 +19,10 @@ from paramserver.types import F32, U8, AnyArray, ModelKey, PartitionKey
 from paramserver_node import redis as node_redis
 from paramserver_shard import snapshot_store
 from paramserver_shard.buffers import BufferPool
+from paramserver_shard.pacing import Budget
 from paramserver_shard.scripts import ScriptRunner
 from paramserver_shard.snapshot_format import to_stored
-from paramserver_shard.snapshot_store import Budget, SaveResult, SnapshotStore
+from paramserver_shard.snapshot_store import SaveResult, SnapshotStore
 
 pytestmark = pytest.mark.process
 
@@ -215,6 +216,22 @@ async def test_a_pinned_cut_outlives_newer_ones(redis: Redis) -> None:
     for version, pinned in ((5, None), (10, 5), (15, 5)):
         assert await save(store, version, cut=version, pinned=pinned) == SaveResult.STORED
     assert [e["cut"] for e in await store.manifest(KEY)] == [15, 5]
+
+
+async def test_a_whole_state_displaces_no_cut_that_may_count(redis: Redis) -> None:
+    """Beside a whole state the pinned cut and the newest one are kept, and nothing else once a newer cut is stored.
+
+    The leader may go back to either: it may count the newest cut before the shard is told.
+    """
+    store = store_of(redis)
+    for version, cut, pinned in ((1, 1, None), (2, 2, 1), (3, None, 1), (4, None, 1)):
+        assert await save(store, version, cut=cut, pinned=pinned) == SaveResult.STORED
+    assert [(e["version"], e["cut"]) for e in await store.manifest(KEY)] == [(4, None), (2, 2), (1, 1)]
+    assert await save(store, 5, pinned=2) == SaveResult.STORED
+    assert [e["version"] for e in await store.manifest(KEY)] == [5, 2]
+    assert await save(store, 6, cut=6, pinned=2) == SaveResult.STORED
+    assert [e["version"] for e in await store.manifest(KEY)] == [6, 2]
+    assert len(await blocks(redis)) == 2
 
 
 async def test_blocks_that_redis_lost_are_not_named(redis: Redis) -> None:

@@ -21,13 +21,14 @@ from paramserver.limits import BODY_BYTES_MAX, JSON_ELEMENTS_MAX, MIB
 from paramserver.types import F32, AnyArray, ModelKey
 from paramserver.wire.frame import PullFrame
 from paramserver.wire.tensor import from_f32, to_msgpack
-from paramserver_shard import endpoints
+from paramserver_shard import responses
 from paramserver_shard.directory import KnownModel
-from paramserver_shard.endpoints import Pull, check_json, check_msgpack, packed
+from paramserver_shard.endpoints import Pull
 from paramserver_shard.exchange import GotPart, WantedPart
 from paramserver_shard.frames import FrameService
 from paramserver_shard.inflight import InFlight
 from paramserver_shard.names import NameService, Pulled, PullRequest
+from paramserver_shard.responses import check_json, check_msgpack, packed
 
 QUARTER = BODY_BYTES_MAX // 4
 SPEC = {
@@ -76,7 +77,7 @@ class Values:
 
     async def pull(self, known: KnownModel, wanted: Sequence[WantedPart], **_: Any) -> dict[int, GotPart]:
         """Pull them."""
-        return {part.partition: GotPart(part.partition, 1, 1, cast(Any, self)) for part in wanted}
+        return {part.partition: GotPart(part.partition, 1, 1, 0, cast(Any, self)) for part in wanted}
 
 
 async def test_a_large_pull_by_name_keeps_nobody_waiting() -> None:
@@ -103,7 +104,7 @@ async def test_the_values_of_a_pull_by_name_count_once_and_before_they_take_memo
         async def pull(self, known: KnownModel, wanted: Any, make_room: Any = lambda _: None, **_: Any) -> Any:
             before.extend(made)
             make_room(MIB)  # a quarter of them are another shard's
-            return {part.partition: GotPart(part.partition, 1, 1, (np.zeros(MIB, np.float32),)) for part in wanted}
+            return {part.partition: GotPart(part.partition, 1, 1, 0, (np.zeros(MIB, np.float32),)) for part in wanted}
 
     names = NameService(cast(Any, None), cast(Any, Owners()))
     pulled = await names.fetch(KNOWN, PullRequest(select(KNOWN.layout), wait_s=wait_s), made.append)
@@ -128,7 +129,7 @@ class Elsewhere:
 
     async def pull(self, known: KnownModel, wanted: Sequence[WantedPart], **_: Any) -> dict[int, GotPart]:
         """Pull no elements of them."""
-        return {part.partition: GotPart(part.partition, 1, 1, ()) for part in wanted}
+        return {part.partition: GotPart(part.partition, 1, 1, 0, ()) for part in wanted}
 
 
 async def test_a_shard_collects_no_more_than_a_body_from_others() -> None:
@@ -151,9 +152,9 @@ async def test_a_large_answer_in_msgpack_keeps_nobody_waiting(monkeypatch: pytes
         return from_f32(values, dtype)
 
     async def pull(*_: Any) -> Pulled:
-        return Pulled(KNOWN, select(LAYOUT), None, 1, 1, np.arange(MIB, dtype=np.float32), ())
+        return Pulled(KNOWN, select(LAYOUT), None, 1, 1, 0, np.arange(MIB, dtype=np.float32), ())
 
-    monkeypatch.setattr(endpoints, "from_f32", slow)
+    monkeypatch.setattr(responses, "from_f32", slow)
     nothing: Any = SimpleNamespace(check=None, clock=None, pulled=lambda *_: None)
     route = Pull(nothing, nothing, nothing, cast(Any, SimpleNamespace(pull=pull)), nothing)
     accepts = [(b"accept", b"application/msgpack")]

@@ -182,11 +182,14 @@ async def test_a_held_part_of_a_push_by_name_keeps_only_its_own_bytes_in_memory(
     assert all(part.data.base is None and part.data.tolist() == [1.0] * part.data.size for part in parts)
 
 
-@pytest.mark.parametrize(("owners", "fits"), [(("here", "there"), True), (("there", "there"), False)])
+@pytest.mark.parametrize(
+    ("owners", "fits"),
+    [(("here", "there"), True), (("there", "there"), False), (("", ""), True), (("", "there"), True)],
+)
 async def test_a_push_by_name_has_no_more_ranges_for_a_shard_than_a_frame(owners: tuple[str, str], fits: bool) -> None:
     """A push by name is refused as a whole if one shard would get more ranges than it takes in a frame.
 
-    That shard refused its part, when others had applied theirs.
+    That shard refused its part, when others had applied theirs.  Partitions that nobody has may get several owners.
     """
     spec = ModelSpec.parse(
         {"name": "m", "params": {n: {"shape": [3 * RANGES_PER_REQUEST_MAX]} for n in "ab"}, "partitions": 2}

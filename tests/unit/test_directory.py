@@ -10,9 +10,10 @@ from tests.refusals import refused_with
 from tests.unit.scheduling import Driver
 
 from paramserver.core.scheduler import io
-from paramserver.errors import FencedError, Unavailable
+from paramserver.errors import FencedError, NotFoundError, Unavailable, problem
 from paramserver_shard.arrays import ArrayService
 from paramserver_shard.directory import Directory
+from paramserver_shard.models import Models
 
 
 def told(d: Driver) -> Directory:
@@ -69,6 +70,21 @@ async def test_what_is_told_of_an_earlier_creation_of_a_model_changes_nothing() 
         await directory.newer(first, 0.01)
     directory.update(gone | {"generation": 2})
     assert not directory.models
+
+
+async def test_a_model_that_has_just_arrived_outlives_a_late_word_that_there_is_none() -> None:
+    """A model whose document comes while the scheduler is asked for it stays known, though the answer is a 404."""
+    directory, d = Directory("s0"), Driver.with_model()
+
+    class Late:
+        async def request(self, *_: Any) -> Any:
+            follow(directory, d)
+            raise problem("unknown_model", "there was none when it was asked")
+
+    link: Any = Late()
+    with refused_with("unknown_model", NotFoundError):
+        await Models(directory, link).find("m")
+    assert (await Models(directory, link).find("m")).key.name == "m"
 
 
 async def test_a_request_waits_for_the_owners_to_change_and_no_longer() -> None:

@@ -34,7 +34,7 @@ class Shards:
     async def pull(self, known: KnownModel, wanted: Sequence[WantedPart], **_: Any) -> dict[int, GotPart]:
         """Pull what is wanted."""
         values = (np.zeros(1, np.float32),)
-        return {p.partition: GotPart(p.partition, 3, self.incarnations[p.partition], values) for p in wanted}
+        return {p.partition: GotPart(p.partition, 3, self.incarnations[p.partition], 0, values) for p in wanted}
 
 
 @pytest.mark.parametrize("died", [0, 1])
@@ -63,7 +63,7 @@ def test_an_etag_is_of_one_creation_and_of_each_version() -> None:
 
     def tag(versions: Sequence[int], generation: int = 1) -> str:
         known = replace(KNOWN, key=ModelKey("m", generation))
-        return etag(known, [GotPart(i, version, 5 + i, ()) for i, version in enumerate(versions)])
+        return etag(known, [GotPart(i, version, 5 + i, 0, ()) for i, version in enumerate(versions)])
 
     assert tag([3, 3]) == tag([3, 3])
     assert len({tag([3, 3]), tag([4, 3]), tag([3, 4]), tag([3, 3], generation=2)}) == 4

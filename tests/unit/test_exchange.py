@@ -2,23 +2,28 @@
 
 import socket
 from typing import Any, cast
+from unittest.mock import AsyncMock, Mock
 
 import numpy as np
 import pytest
 
 from paramserver.core.layout import Layout
-from paramserver.core.shard.effects import PartVersion, PushDone
+from paramserver.core.partition_state import PartitionState
+from paramserver.core.selection import select
+from paramserver.core.shard.effects import PartVersion, PullDone, PulledPart, PushDone
 from paramserver.core.shard.events import PushPart, PushReceived
 from paramserver.core.shard.served_model import wrong_owner
 from paramserver.core.spec import ModelSpec
 from paramserver.errors import InDoubt, PsError, Unavailable, problem
 from paramserver.net.credentials import Credentials
 from paramserver.types import ModelKey, PushId
-from paramserver.wire.frame import PushFrame, PushReply
+from paramserver.wire.frame import PullFrame, PullReply, PushFrame, PushReply, decode_header
 from paramserver.wire.frame import PushPart as FramePart
 from paramserver_shard.buffers import BufferPool
 from paramserver_shard.directory import Directory, KnownModel
 from paramserver_shard.exchange import Exchange
+from paramserver_shard.frames import FrameService
+from paramserver_shard.names import NameService, PullRequest
 from paramserver_shard.peers import PeerClient
 
 KEY = ModelKey("m", 1)
@@ -27,15 +32,20 @@ KEY = ModelKey("m", 1)
 class Fenced:
     """A shard that loses its partitions while it computes a push; it overwrites buffers that it may consume."""
 
+    threads = 1
+
     async def push(self, event: PushReceived) -> Any:
         for part in event.parts:
             if part.exclusive_buffer:
                 part.data[:] = 77.0
         raise wrong_owner(KEY, 0, 2)
 
+    async def pull(self, *_: Any) -> Any:
+        raise wrong_owner(KEY, 0, 2)
+
 
 class Peers:
-    """The client of the shard that owns the partitions now; it records the gradients it is sent."""
+    """The client of the shard that owns the partitions now, all of them 2.0; it records the gradients it is sent."""
 
     def __init__(self) -> None:
         self.got: list[np.ndarray[Any, Any]] = []
@@ -44,6 +54,10 @@ class Peers:
         self.got += [np.array(a) for a in arrays]
         parts = [(p.partition, 1, 2, 0) for p in frame.parts]
         return PushReply("applied", False, 1, 0, 2, 0, parts)
+
+    async def pull(self, address: str, frame: PullFrame, size_bytes: int, *_: Any) -> tuple[PullReply, Any]:
+        parts = [(p, 1, 2) for p, _ in frame.parts]
+        return PullReply("m", 1, 0, 1, 2, "float32", parts), np.full(size_bytes // 4, 2.0, np.float32).view(np.uint8)
 
 
 async def test_what_was_refused_after_it_was_computed_is_sent_on_as_it_came() -> None:
@@ -59,6 +73,29 @@ async def test_what_was_refused_after_it_was_computed_is_sent_on_as_it_came() ->
 
     assert done.state == "applied"
     assert [a.tolist() for a in peers.got] == [[0.5] * 4]
+
+
+async def test_a_frame_without_a_map_follows_a_partition_that_moves_while_it_arrives() -> None:
+    """Push and pull reach the new owner, the gradient as it came: their client could do nothing about a 421."""
+    layout = Layout(ModelSpec.parse({"name": "m", "params": {"w": {"shape": [4]}}, "partitions": 1}))
+    known = KnownModel(KEY, layout, 0, "ready", (("me", 1),), None, None)
+    directory, peers, lost = Directory("me"), Peers(), cast(Any, Fenced())
+    directory.models["m"] = replace_owner(known)
+    directory.addresses = {"other": ("http://other",)}
+    models: Any = Mock(find=AsyncMock(return_value=known))
+    exchange = Exchange(directory, lost, cast(Any, peers))
+    frames = FrameService(directory, models, lost, exchange, cast(Any, None), None)
+
+    arriving, body = await frames.prepare_push(PushFrame("m", [FramePart(0, None, None)]))
+    body.allocate(BufferPool())
+    body.feed(np.full(4, 0.5, np.float32).data.cast("B"))
+    body.end()
+    done, _ = await frames.push(arriving, lambda _: None)
+    pulled = await frames.pull(PullFrame([(0, None)], model="m"), lambda _: None)
+
+    assert done.state == "applied"
+    assert [a.tolist() for a in peers.got] == [[0.5] * 4]
+    assert [piece.tolist() for piece in pulled.pieces] == [[2.0] * 4]
 
 
 class Refusing:
@@ -97,6 +134,35 @@ async def test_an_accepted_push_is_sent_to_the_next_owner_only_under_its_id(owne
         await exchange.push(known, command)
     assert e.value.members["push"]["state"] == "applied"
     assert not peers.got
+
+
+async def test_values_of_two_timelines_are_those_of_the_lower_one() -> None:
+    """A pull from several shards names the lowest timeline of its values, not the one that was known before.
+
+    A gradient computed from values of before a rollback would pass for one of after it.
+    """
+    layout = Layout(ModelSpec.parse({"name": "m", "params": {"w": {"shape": [4]}}, "partitions": 2}))
+    known = KnownModel(KEY, layout, 3, "ready", (("other", 1), ("me", 1)), None, None)
+    directory = Directory("me")
+    directory.models["m"] = known
+    directory.addresses = {"other": ("http://other",)}
+    values = np.ones(2, np.float32)
+
+    class Before:
+        async def pull(self, *_: Any) -> tuple[PullReply, Any]:
+            return PullReply("m", 1, 2, 7, 1, "float32", [(0, 7, 1)]), values.view(np.uint8)
+
+    class After:
+        async def pull(self, *_: Any) -> PullDone:
+            return PullDone(KEY, 3, (PulledPart(1, PartitionState(values, (), (1,)), 7, 1),))
+
+    exchange = Exchange(directory, cast(Any, After()), cast(Any, Before()))
+    pulled = await NameService(cast(Any, None), exchange).fetch(known, PullRequest(select(layout)), lambda _: None)
+    assert (pulled.timeline, pulled.packed.tolist()) == (2, [1.0] * 4)
+    models: Any = Mock(find=AsyncMock(return_value=known))
+    frames = FrameService(directory, models, cast(Any, None), exchange, cast(Any, None), None)
+    answer = await frames.pull(PullFrame([(0, None), (1, None)], model="m"), lambda _: None)
+    assert decode_header(answer.header(), PullReply)[0].timeline == 2
 
 
 async def test_a_shard_that_does_not_take_a_push_in_time_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:

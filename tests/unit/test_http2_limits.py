@@ -183,6 +183,31 @@ async def test_a_server_reads_few_bodies_ahead_however_many_clients_it_has() -> 
         assert await heard(theirs, wire.WINDOW_UPDATE, 1) == (0, (READING_WINDOW_BYTES - UNREAD_BYTES_MAX).to_bytes(4))
 
 
+async def test_a_body_that_was_put_into_place_leaves_the_larger_window_to_another() -> None:
+    """It does so once it is complete, although its app may not answer for long: a push waits for its commit."""
+    ended = asyncio.Event()
+
+    async def waits(scope: Scope, receive: Receive, send: Send) -> None:
+        await receive()
+        await scope["extensions"][BODY].into(Into())
+        await ended.wait()
+        await nothing(scope, receive, send)
+
+    async with connected(waits) as (theirs, connection):
+        await tell(theirs, OPENED)
+        assert await windows(connection, 1) == [READING_WINDOW_BYTES]
+        first = connection._streams[1]
+        await tell(theirs, wire.frame(wire.DATA, 0, 1, bytes(100)))
+        while first._sink is None:
+            await asyncio.sleep(0)
+        await tell(theirs, wire.frame(wire.DATA, wire.END_STREAM, 1, bytes(100)))
+        while first._sink is not None:
+            await asyncio.sleep(0)
+        await tell(theirs, wire.frame(wire.HEADERS, wire.END_HEADERS, 3, ASKED))
+        assert await windows(connection, 3) == [READING_WINDOW_BYTES]
+        ended.set()
+
+
 async def test_a_client_hears_of_its_body_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
     """A client whose body is arriving is sent PINGs: over a slow path even replies to its own would come late.
 

@@ -363,6 +363,17 @@ def test_a_commit_that_changes_nothing_and_parts_that_are_dropped_are_journaled_
     assert after.pull(0).version == 1
 
 
+def test_of_a_late_push_the_journal_has_neither_elements_nor_ranges() -> None:
+    """Of a push that is discarded as late, only that it came is journaled: nothing of it will ever be applied."""
+    driver = slow(consistency={"mode": "sync", "late": "drop"})
+    driver.commit(0)
+    driver.settle()
+    driver.submit({0: ones()[:2]}, PushId(WORKERS[0], 1, 0), clock=0, ranges={0: ((1, 3),)})
+
+    (entry,) = entries(driver)
+    assert (entry.kind, entry.head["late"], entry.head["ranges"], entry.arrays) == ("hold", True, None, ())
+
+
 def test_a_hundred_thousand_duplicate_deliveries_are_exact() -> None:
     """Of 100,000 deliveries in random order within the window each push counts once and keeps its first version."""
     driver = ShardDriver(checked=False)

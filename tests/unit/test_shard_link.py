@@ -7,6 +7,8 @@ from unittest.mock import Mock
 
 import pytest
 from starlette.types import Receive, Scope, Send
+from tests.chaos.proxy import Link
+from tests.refusals import refused_with
 from tests.servers import free_port
 
 from paramserver.errors import problem
@@ -46,6 +48,40 @@ async def test_connections_that_are_all_lost_at_once_cost_one_wait(monkeypatch: 
 
         assert (await link.request("GET", "/"))["at"] == ports[1]
         await link.aclose()
+        stop.set()
+
+
+async def test_a_feed_whose_connection_breaks_ends() -> None:
+    """It is not opened again unnoticed: whoever reads it would miss what was deleted in between, and keep that."""
+    opened = 0
+
+    async def scheduler(scope: Scope, receive: Receive, send: Send) -> None:
+        nonlocal opened
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        if scope["path"] != "/internal/feed":
+            await send({"type": "http.response.body", "body": b"{}"})
+            return
+        opened += 1
+        document = json.dumps({"type": "ping", "opened": opened}).encode() + b"\n"
+        await send({"type": "http.response.body", "body": document, "more_body": True})
+        while (await receive())["type"] != "http.disconnect":
+            pass
+
+    stop, port = asyncio.Event(), free_port()
+    way = Link("shard>scheduler", port)
+    await way.start()
+    link = SchedulerLink([f"http://127.0.0.1:{way.port}"], Credentials())
+    async with asyncio.timeout(20), asyncio.TaskGroup() as nodes:
+        nodes.create_task(serve_tcp(scheduler, "127.0.0.1", port, stop, grace_s=0.0))
+        await asyncio.sleep(0)
+        await link.request("GET", "/")  # a feed goes over a connection that is there already, if one is
+        feed = link.feed("s", 1)
+        assert (await anext(feed))["opened"] == 1
+        way.reset()
+        with refused_with("unavailable", match="broke"):
+            await anext(feed)
+        await link.aclose()
+        await way.stop()
         stop.set()
 
 

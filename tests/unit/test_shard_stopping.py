@@ -31,9 +31,11 @@ from paramserver_node import redis as node_redis
 from paramserver_shard.buffers import BufferPool
 from paramserver_shard.directory import Directory
 from paramserver_shard.main import expect_state
+from paramserver_shard.membership import Membership
+from paramserver_shard.pacing import Budget
 from paramserver_shard.runtime import Runtime
 from paramserver_shard.serving import Serving
-from paramserver_shard.snapshot_store import Budget, SaveResult
+from paramserver_shard.snapshot_store import SaveResult
 from paramserver_shard.stopping import Stopping
 
 from . import virtual_time
@@ -313,6 +315,36 @@ def test_a_lifted_budget_lets_what_waits_for_it_pass() -> None:
 
     assert spent(budget, lift_at_s=7.0) == pytest.approx(7.0)
     assert spent(budget, lift_at_s=1000.0) == pytest.approx(100.0)
+
+
+async def test_a_shard_that_is_told_to_stop_while_it_joins_leaves_again() -> None:
+    """It is given no partitions that end with it, as the scheduler does not wait for its lease to expire."""
+    requests: list[str] = []
+    answered, asked, stop = asyncio.Event(), asyncio.Event(), asyncio.Event()
+
+    async def request(method: str, *_: Any, **__: Any) -> dict[str, Any]:
+        requests.append(method)
+        if method == "POST":
+            await answered.wait()
+        return {"epoch": 7}
+
+    core: Any = Mock(models={}, unsaved=list)
+    others: list[Any] = [Mock() for _ in range(3)]
+    redis: Any = Mock(mget=AsyncMock(return_value=(None, None)))
+    membership = Membership("s", [], Mock(request=request), redis, Directory("s"), Mock(core=core), *others)
+    membership._terms = AsyncMock()
+    async with asyncio.timeout(20.0):
+        member = asyncio.ensure_future(membership.run())
+        while not requests:
+            await asyncio.sleep(0)
+        stopping = asyncio.ensure_future(Stopping(membership, Mock(core=core), 25.0).run(asked, stop))
+        asked.set()
+        while not membership.serving.closed:
+            await asyncio.sleep(0)
+        answered.set()
+        await stopping
+        await member
+    assert (requests, stop.is_set()) == (["POST", "DELETE"], True)
 
 
 @pytest.mark.parametrize("loading", [False, True], ids=["later", "while it loads"])

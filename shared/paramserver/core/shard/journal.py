@@ -11,7 +11,7 @@ has `version`, the partition's version after the command; by kind:
   scaling and lag), `scale` (weight times norm clip; for `sum` also the lag factor).  Arrays: the gradient as received.
 - `hold` (staged or buffered): `id`, `key`, `crc`, `dtype`, `ranges`, `scale`, and `clock`, `seq`, `base`
   [version, incarnation] or None, `late` (true: the push id is remembered, the gradient discarded).  Arrays: the
-  gradient; none if late.
+  gradient; no arrays and no `ranges` if late.
 - `commit`: `t`, `contributions` [[worker, epoch, rank, clock], ...], `applied`, and if that is true `rate` and
   `weights`, one for each staged part in summation order.
 - `flush`: `applied`, and if that is true `rate` and `weights`, one for each buffered (leaving sync: staged) part.
@@ -71,7 +71,7 @@ def hold_head(event: "PushReceived", part: "PushPart", version: int, held: "Held
     """The head of a push that was staged or buffered, or came too late for its clock."""
     base = None if held.base is None else list(held.base)
     numbers = {"scale": held.scale, "clock": held.clock, "seq": held.seq, "base": base, "late": late}
-    return _accepted(event, part, version) | numbers
+    return _accepted(event, part, version) | numbers | ({"ranges": None} if late else {})
 
 
 def _accepted(event: "PushReceived", part: "PushPart", version: int) -> dict[str, Any]:
