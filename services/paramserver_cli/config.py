@@ -12,7 +12,7 @@ import typer
 
 import paramserver as ps
 from paramserver_cli.display import columns, console
-from paramserver_cli.state_directory import Cluster, StateDir
+from paramserver_cli.state_directory import Cluster, StateDir, running
 from paramserver_node import tokens
 from paramserver_node.setting_checks import check_ca, shown
 from paramserver_node.settings import (
@@ -58,6 +58,19 @@ def running_cluster(state: StateDir) -> Cluster | None:
         return state.cluster() if state.is_running() else None
     except OSError:  # another user's, or a file system without locks, where none can run
         return None
+
+
+def cluster_at(url: str | None) -> tuple[StateDir, Cluster] | None:
+    """Return this user's cluster on this machine that `--url` or the settings name, with its directory; else None.
+
+    It may have been started from another folder.  Other users' clusters are not listed; they could not be changed.
+    """
+    meant = client_settings({"url": url}).url
+    for state in (state_dir(None), *running()):
+        cluster = running_cluster(state)
+        if cluster is not None and cluster.is_at(meant):
+            return state, cluster
+    return None
 
 
 def client_settings(flags: Mapping[str, Any]) -> ClientSettings:

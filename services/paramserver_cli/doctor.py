@@ -25,9 +25,8 @@ from paramserver.limits import MIB, REDIS_NEARLY_FULL
 from paramserver.net.calls import Request, json_bytes
 from paramserver.net.retry import to_result
 from paramserver_cli import launch, ports
-from paramserver_cli.config import Json, Url, client_settings, connect, redis_url
+from paramserver_cli.config import Json, Url, cluster_at, connect, redis_url
 from paramserver_cli.display import columns, console
-from paramserver_cli.state_directory import running
 from paramserver_node import redis_server
 from paramserver_node.settings import FILE, ShardSettings, unknown_variables
 
@@ -92,12 +91,11 @@ def running_redis(url: str | None) -> tuple[str | None, bool]:
 
     (None, False) if the cluster does not run on this machine under this user.
     """
-    meant = client_settings({"url": url}).url
-    for state in running():
-        found, plan = state.cluster(), state.plan()
-        if found is not None and plan is not None and found.is_at(meant):
-            return plan.redis or found.redis.replace("***", state.redis_password()), plan.redis is None
-    return None, False
+    found = cluster_at(url)
+    if found is None or (plan := found[0].plan()) is None:
+        return None, False
+    state, cluster = found
+    return plan.redis or cluster.redis.replace("***", state.redis_password()), plan.redis is None
 
 
 def machine(redis: str | None, *, started: bool = False) -> Iterator[Finding]:
