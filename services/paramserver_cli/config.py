@@ -2,7 +2,6 @@
 
 from __future__ import annotations  # client classes are named, but not imported until used
 
-import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,7 +10,7 @@ from typing import Annotated, Any
 import typer
 
 import paramserver as ps
-from paramserver_cli.display import columns, console
+from paramserver_cli.display import columns, console, print_list
 from paramserver_cli.state_directory import Cluster, StateDir, running
 from paramserver_node import tokens
 from paramserver_node.setting_checks import check_ca, shown
@@ -162,7 +161,7 @@ def config(as_json: Json = False) -> None:
         for name, (v, origin) in settings.items()
     ]
     if as_json:
-        typer.echo(json.dumps({"items": rows, "next": None}))
+        print_list(rows)
         return
     table = columns("part", "setting", "value", "from")
     for row in rows:

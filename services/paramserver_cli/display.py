@@ -1,5 +1,6 @@
 """Displays of a training: live at a terminal, a plain line every few seconds elsewhere."""
 
+import json
 import re
 import sys
 import time
@@ -43,6 +44,11 @@ def console() -> Console:
 def columns(*titles: str | Column) -> Table:
     """Return an empty table; what is too wide for a column, such as a path, is continued below, and not cut off."""
     return Table(*(Column(t, overflow="fold") if isinstance(t, str) else t for t in titles), box=None)
+
+
+def print_list(items: Sequence[Any]) -> None:
+    """Print a list as JSON, in the form that lists have in the REST API, on one page."""
+    typer.echo(json.dumps({"items": items, "next": None}))
 
 
 def redraws(console: Console) -> bool:

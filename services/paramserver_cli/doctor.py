@@ -3,7 +3,6 @@
 from __future__ import annotations  # client classes are named, but not imported until used
 
 import importlib.metadata
-import json
 import os
 import shutil
 import socket
@@ -26,7 +25,7 @@ from paramserver.net.calls import Request, json_bytes
 from paramserver.net.retry import to_result
 from paramserver_cli import launch, ports
 from paramserver_cli.config import Json, Url, cluster_at, connect, redis_url
-from paramserver_cli.display import columns, console
+from paramserver_cli.display import columns, console, print_list
 from paramserver_node import redis_server
 from paramserver_node.settings import FILE, ShardSettings, unknown_variables
 
@@ -75,7 +74,7 @@ def doctor(
     found, started = (chosen, False) if chosen is not None else running_redis(url)
     findings = [*machine(found, started=started), *cluster(url)]
     if as_json:
-        typer.echo(json.dumps({"items": [asdict(f) for f in findings], "next": None}))
+        print_list([asdict(f) for f in findings])
     else:
         table = columns("check", "", "found", "what to do")
         colors = {"ok": "green", "warning": "yellow", "failed": "red"}

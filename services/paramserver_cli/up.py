@@ -16,7 +16,7 @@ from paramserver.core.urls import DEFAULT_URL
 from paramserver.errors import problem
 from paramserver_cli import keys, launch
 from paramserver_cli.config import Json, StateDirOption, client_settings, redis_url, state_dir
-from paramserver_cli.display import columns, console
+from paramserver_cli.display import columns, console, print_list
 from paramserver_cli.exits import drop_output
 from paramserver_cli.launch import Failed
 from paramserver_cli.state_directory import Cluster, Plan, StateDir, new_lines, running
@@ -266,7 +266,7 @@ def list_clusters(as_json: Json = False) -> None:
     """
     clusters = _clusters()
     if as_json:
-        typer.echo(json.dumps({"items": [keys.printable_cluster(c) for c in clusters], "next": None}))
+        print_list([keys.printable_cluster(c) for c in clusters])
         return
     if not clusters:
         typer.echo("no cluster of yours runs on this machine; psctl up starts one")
