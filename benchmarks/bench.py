@@ -16,15 +16,16 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any
 
 from benchmarks import cost, stages
 from benchmarks.cells import CELLS, Cell, order, systems
+from benchmarks.kernels import kernel_table
 from benchmarks.launch import Failed, launch
 from benchmarks.machine import ROOT, about
-from benchmarks.tables import cell_table, loaded, number, summarized, table, write
+from benchmarks.tables import cell_table, loaded, summarized, table, write
 from benchmarks.targets import in_place, outcomes, target_table
 
 PARTS = ("W1", "W3", "W4", "W5", "cost", "stages")
@@ -49,15 +50,16 @@ def main() -> None:
 
 def parsed() -> argparse.Namespace:
     """Return the parsed command line."""
+    cells = [c.key for c in CELLS]
     parser = argparse.ArgumentParser(
         prog="make bench", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--only", nargs="+", choices=PARTS, default=PARTS, metavar="PART", help=f"of {names(PARTS)}")
     parser.add_argument(
-        "--cells", nargs="+", choices=[c.key for c in CELLS], metavar="CELL", help=f"only {names(c.key for c in CELLS)}"
+        "--only", nargs="+", choices=PARTS, default=PARTS, metavar="PART", help=f"of {', '.join(PARTS)}"
     )
+    parser.add_argument("--cells", nargs="+", choices=cells, metavar="CELL", help=f"only {', '.join(cells)}")
     parser.add_argument(
-        "--systems", nargs="+", choices=list(systems()), metavar="SYSTEM", help=f"only {names(systems())}"
+        "--systems", nargs="+", choices=list(systems()), metavar="SYSTEM", help=f"only {', '.join(systems())}"
     )
     parser.add_argument("--passes", type=int, default=5, help="launches of each system in each cell")
     parser.add_argument(
@@ -73,11 +75,6 @@ def parsed() -> argparse.Namespace:
     if options.passes < 1 or options.seconds <= 0:
         parser.error("--passes and --seconds must be positive")
     return options
-
-
-def names(words: Iterable[str]) -> str:
-    """Return the words joined by commas."""
-    return ", ".join(words)
 
 
 def cells_of(options: argparse.Namespace) -> list[Cell]:
@@ -163,7 +160,7 @@ def report(records: Sequence[dict[str, Any]], *, to_page: bool) -> None:
     if profile := next((r["profile"] for r in records if "profile" in r), None):
         parts["profile"] = profile
     if optimizers := next((r["kernels"] for r in records if "kernels" in r), None):
-        parts["optimizers"] = kernel_table(optimizers)
+        parts["optimizers"] = kernel_table(optimizers["rows"])
     costs = {r["cost"]: r["figures"] for r in records if "cost" in r}
     if costs:
         parts["cost"] = cost.tables(costs)
@@ -182,21 +179,6 @@ def report(records: Sequence[dict[str, Any]], *, to_page: bool) -> None:
     missed = sum("MISS" in o.mark for o in found_targets)
     passed = sum(o.mark == "pass" for o in found_targets)
     print(f"\n{passed} targets reached, {missed} missed", file=sys.stderr)
-
-
-def kernel_table(found: dict[str, Any]) -> str:
-    """Return the Markdown table of W5."""
-    lines = [
-        [
-            f"{r['name']}, {r['elements']:,} elements",
-            number(r["ms"]),
-            number(r["copy_ms"]),
-            number(r["gb_per_s"]),
-            f"{r['of_copy']:.2f}",
-        ]
-        for r in found["rows"]
-    ]
-    return table(["W5 one step on one thread", "ms", "copy of as many bytes, ms", "GB/s", "of copy"], lines)
 
 
 def machine_text(records: Sequence[dict[str, Any]]) -> str:

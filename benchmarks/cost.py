@@ -20,6 +20,7 @@ import numpy as np
 from benchmarks.meters import forget_peaks, median, memory_bytes, percentile
 from benchmarks.systems.bare_socket import BareSocket
 from benchmarks.systems.ours import Way, cluster
+from benchmarks.systems.process import child
 from benchmarks.tables import number, table
 from benchmarks.workloads import Client, Work
 
@@ -188,14 +189,9 @@ def _beside(
     `transfer` runs in a process of its own; `moved` returns its number of rounds.
     """
     idle, first = _taken_ms(pull, seconds), moved()
-    process = mp.get_context("spawn").Process(target=transfer, daemon=True)
-    process.start()
-    try:
+    with child(transfer):
         _wait(lambda: moved() >= first + 2)
         beside = _taken_ms(pull, seconds)
-    finally:
-        process.kill()
-        process.join()
     p99 = percentile(idle, 99), percentile(beside, 99)
     return [percentile(idle, 50), p99[0], percentile(beside, 50), p99[1], p99[1] / p99[0]]
 

@@ -13,6 +13,7 @@ import json
 import mmap
 import sys
 import time
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -20,6 +21,7 @@ import numba
 import numpy as np
 from benchmarks.machine import about
 from benchmarks.meters import medians_s
+from benchmarks.tables import number, table
 
 from paramserver import kernels
 from paramserver.core.optimizer import SegmentStep, slot_count
@@ -63,14 +65,27 @@ def measure(elements: int, dtype: str, names: list[str], repeats: int) -> list[d
         rows.append({
             "name": name,
             "elements": elements,
-            "gradient": dtype,
             "ms": round(step_s * 1e3, 3),
             "copy_ms": round(copy_s * 1e3, 3),
             "gb_per_s": round(moved / step_s / 1e9, 1),
-            "melements_per_s": round(elements / step_s / 1e6),
             "of_copy": round(copy_s / step_s, 2),
         })  # fmt: skip
     return rows
+
+
+def kernel_table(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Return the rows as a Markdown table."""
+    lines = [
+        [
+            f"{r['name']}, {r['elements']:,} elements",
+            number(r["ms"]),
+            number(r["copy_ms"]),
+            number(r["gb_per_s"]),
+            f"{r['of_copy']:.2f}",
+        ]
+        for r in rows
+    ]
+    return table(["W5 one step on one thread", "ms", "copy of as many bytes, ms", "GB/s", "of copy"], lines)
 
 
 def main() -> None:
@@ -87,21 +102,14 @@ def main() -> None:
     start = time.perf_counter()
     kernels.warm_up()
     warm_s = time.perf_counter() - start
-    facts = about() | {"numba": numba.__version__, "warm_up_s": f"{warm_s:.2f}"}
+    facts = about() | {"numba": numba.__version__, "warm_up_s": f"{warm_s:.2f}", "gradient": options.dtype}
     rows = [r for n in options.elements for r in measure(n, options.dtype, list(options.optimizers), options.repeats)]
     if options.json:
         json.dump({"about": facts, "rows": rows}, sys.stdout, indent=1)
         print()
         return
     print(" · ".join(f"{k} {v}" for k, v in facts.items()))
-    print(
-        f"\n{'step':10} {'elements':>12} {'gradient':>9} {'ms':>9} {'copy ms':>9} {'GB/s':>7} {'M/s':>7} {'of copy':>8}"
-    )
-    for r in rows:
-        print(
-            f"{r['name']:10} {r['elements']:12,} {r['gradient']:>9} {r['ms']:9.3f} {r['copy_ms']:9.3f} "
-            f"{r['gb_per_s']:7.1f} {r['melements_per_s']:7,} {r['of_copy']:8.2f}"
-        )
+    print(f"\n{kernel_table(rows)}")
 
 
 if __name__ == "__main__":

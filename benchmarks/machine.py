@@ -19,18 +19,14 @@ def about() -> dict[str, str]:
         memory = Path("/proc/meminfo").read_text().split()[1]
     except OSError:
         memory = "0"
+    release = ".".join(platform.release().split(".")[:2])  # without what is of one build
     commit = subprocess.run(["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True)
     return {
         "cores": str(os.cpu_count()),
         "cpu": model or platform.machine(),
         "memory": f"{int(memory) / 2**20:.0f} GiB",
-        "system": system(),
+        "system": f"{platform.system()} {release} {platform.machine()}",
         "python": platform.python_version(),
         "numpy": np.__version__,
         "commit": commit.stdout.strip() or "unknown",
     }
-
-
-def system() -> str:
-    """Return the operating system with its major and minor version, without build-specific parts."""
-    return f"{platform.system()} {'.'.join(platform.release().split('.')[:2])} {platform.machine()}"

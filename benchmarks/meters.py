@@ -1,40 +1,35 @@
 """Meters of a run: CPU time and memory of processes, load of the machine, medians and percentiles.
 
-CPU time and memory are read from /proc; on systems other than Linux they are 0 and only the times are measured.
+Memory is read from /proc; on systems other than Linux it is 0.
 """
 
 import os
 import statistics
 import time
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
+
 PROC = Path("/proc")
-TICKS_PER_S = os.sysconf("SC_CLK_TCK") if hasattr(os, "sysconf") else 100
 
 
 def cpu_s(pids: Iterable[int]) -> float:
     """Return the CPU seconds, user and system, that these processes have used; processes that have ended count 0."""
-    ticks = 0
+    total = 0.0
     for pid in pids:
-        try:
-            fields = (PROC / str(pid) / "stat").read_text().rpartition(")")[2].split()
-        except OSError:
-            continue
-        ticks += int(fields[11]) + int(fields[12])
-    return ticks / TICKS_PER_S
+        with suppress(psutil.NoSuchProcess):
+            used = psutil.Process(pid).cpu_times()
+            total += used.user + used.system
+    return total
 
 
 def busy_s() -> float:
     """Return the CPU seconds that the whole machine has been busy."""
-    try:
-        with (PROC / "stat").open() as f:
-            ticks = [int(x) for x in f.readline().split()[1:9]]
-    except OSError:
-        return 0.0
-    idle, waiting = ticks[3], ticks[4]
-    return (sum(ticks) - idle - waiting) / TICKS_PER_S
+    used = psutil.cpu_times()
+    return sum(getattr(used, kind, 0.0) for kind in ("user", "nice", "system", "irq", "softirq", "steal"))
 
 
 def memory_bytes(pids: Iterable[int], field: str) -> int:

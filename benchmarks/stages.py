@@ -9,19 +9,18 @@ stages overlap: checks run while the next bytes arrive, and partitions use all C
 
 import argparse
 import asyncio
-import multiprocessing
 import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import uvloop
 from benchmarks.meters import median_s
+from benchmarks.systems.process import child
 from benchmarks.tables import number, table
 from tests.servers import free_port
 
@@ -79,18 +78,6 @@ def passes(elements: int, repeats: int) -> Iterator[Stage]:
             kernels.apply(optimizer, [SegmentStep(0, w.size, 2.0**-10)], w, (), g, "float32", new, ())
 
     yield Stage("shard: apply SGD into the next version", "push", median_s(apply, repeats), "2 reads, 1 write")
-
-
-@contextmanager
-def child(target: Callable[..., None], *args: Any) -> Iterator[None]:
-    """Run `target` in a process that is killed at the end of the block."""
-    process = multiprocessing.get_context("spawn").Process(target=target, args=args, daemon=True)
-    process.start()
-    try:
-        yield
-    finally:
-        process.kill()
-        process.join()
 
 
 def _bare(port: int, size: int) -> None:

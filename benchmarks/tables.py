@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.cells import Cell, systems
+from benchmarks.machine import ROOT
 from benchmarks.meters import median
 
-PAGE = Path(__file__).parents[1] / "docs" / "performance.md"
+PAGE = ROOT / "docs" / "performance.md"
 Record = Mapping[str, Any]
 
 

@@ -1,4 +1,4 @@
-"""Server processes for systems without a launcher of their own."""
+"""Processes of systems without a launcher of their own, and of measurements."""
 
 import multiprocessing as mp
 import socket
@@ -12,6 +12,18 @@ import psutil
 
 START_S = 90.0
 STOP_S = 10.0
+
+
+@contextmanager
+def child(target: Callable[..., None], *args: Any) -> Iterator[None]:
+    """Run `target` in a process that is killed at the end of the block."""
+    process = mp.get_context("spawn").Process(target=target, args=args, daemon=True)
+    process.start()
+    try:
+        yield
+    finally:
+        process.kill()
+        process.join()
 
 
 @contextmanager

@@ -13,10 +13,11 @@ from contextlib import contextmanager
 from functools import partial
 from importlib.metadata import version
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any
 
 import numpy as np
+from benchmarks.launch import THREADS
+from benchmarks.machine import ROOT
 from benchmarks.meters import memory_bytes
 from benchmarks.systems.process import descendants, serving, wait_for_end
 from benchmarks.systems.system import Running, lacking
@@ -25,7 +26,6 @@ from benchmarks.workloads import Parts, Work
 from paramserver.types import F32
 
 NAMESPACE = "bench"
-ROOT = Path(__file__).parents[2]
 CORES = 16
 """Number of CPUs that Ray is told to have, so that it starts all actors."""
 
@@ -92,7 +92,7 @@ def serve(work: Work, token: str, pipe: Connection) -> None:
     os.environ["RAY_preallocate_plasma_memory"] = "1"
     import ray
 
-    threads = {k: "1" for k in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")}
+    threads = {k: "1" for k in THREADS}
     ray.init(
         address="local",
         num_cpus=CORES,

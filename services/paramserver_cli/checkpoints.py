@@ -9,7 +9,7 @@ import typer
 from paramserver.errors import NotFoundError, problem
 from paramserver.limits import MIB
 from paramserver_cli.config import Json, Url, connect
-from paramserver_cli.display import columns, console
+from paramserver_cli.display import columns, console, print_list
 from paramserver_cli.exits import Group
 
 app = typer.Typer(
@@ -116,7 +116,7 @@ def list_checkpoints(model: ModelName, as_json: Json = False, url: Url = None) -
     """
     items = connect(url).model(model).checkpoints()
     if as_json:
-        typer.echo(json.dumps({"items": items, "next": None}))
+        print_list(items)
         return
     table = columns("checkpoint", "clock", "MiB", "path")
     for c in items:

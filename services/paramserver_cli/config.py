@@ -2,7 +2,6 @@
 
 from __future__ import annotations  # client classes are named, but not imported until used
 
-import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,8 +10,8 @@ from typing import Annotated, Any
 import typer
 
 import paramserver as ps
-from paramserver_cli.display import columns, console
-from paramserver_cli.state_directory import Cluster, StateDir
+from paramserver_cli.display import columns, console, print_list
+from paramserver_cli.state_directory import Cluster, StateDir, running
 from paramserver_node import tokens
 from paramserver_node.setting_checks import check_ca, shown
 from paramserver_node.settings import (
@@ -58,6 +57,19 @@ def running_cluster(state: StateDir) -> Cluster | None:
         return state.cluster() if state.is_running() else None
     except OSError:  # another user's, or a file system without locks, where none can run
         return None
+
+
+def cluster_at(url: str | None) -> tuple[StateDir, Cluster] | None:
+    """Return this user's cluster on this machine that `--url` or the settings name, with its directory; else None.
+
+    It may have been started from another folder.  Other users' clusters are not listed; they could not be changed.
+    """
+    meant = client_settings({"url": url}).url
+    for state in (state_dir(None), *running()):
+        cluster = running_cluster(state)
+        if cluster is not None and cluster.is_at(meant):
+            return state, cluster
+    return None
 
 
 def client_settings(flags: Mapping[str, Any]) -> ClientSettings:
@@ -149,7 +161,7 @@ def config(as_json: Json = False) -> None:
         for name, (v, origin) in settings.items()
     ]
     if as_json:
-        typer.echo(json.dumps({"items": rows, "next": None}))
+        print_list(rows)
         return
     table = columns("part", "setting", "value", "from")
     for row in rows:

@@ -19,7 +19,7 @@ import paramserver as ps
 from paramserver.errors import PsError
 from paramserver_cli import launch
 from paramserver_cli.config import connect
-from paramserver_cli.display import Display, at_terminal, display
+from paramserver_cli.display import Show, at_terminal, display
 from paramserver_cli.launch import Failed
 from paramserver_cli.state_directory import Plan, StateDir
 from paramserver_cli.training import Training
@@ -117,9 +117,9 @@ def _train(client: ps.Client, mode: str, seconds: float, out: Path, page: str) -
     run = client.create_run(name, "paramserver.examples.digits:train", workers=WORKERS, evaluate_every=EVALUATE_EVERY)
     training = Training(client, name, mode)
     accuracy = 0.0
-    with display(page) as shown:
+    with display(page) as show:
         while accuracy < TARGET_ACCURACY:
-            _follow(training, run["id"], seconds, shown)
+            _follow(training, run["id"], seconds, show)
             client.set_run(run["id"], state="paused")
             accuracy = digits.accuracy(_pull_settled(model))
             # The final values may be worse than the last evaluations; if so, training continues.
@@ -143,7 +143,7 @@ def _pull_settled(model: ps.Model) -> ps.Params:
     raise Failed(f"model {model.name} still changes although its run is paused")
 
 
-def _follow(training: Training, run: str, seconds: float, shown: Display) -> None:
+def _follow(training: Training, run: str, seconds: float, show: Show) -> None:
     """Show a training until it has both lasted `seconds` and reached the target.
 
     Raises Failed if its run fails, or if the target is not reached LIMIT_S after `seconds`.
@@ -151,7 +151,7 @@ def _follow(training: Training, run: str, seconds: float, shown: Display) -> Non
     checked_s = 0.0
     while training.elapsed_s < seconds or not training.has_reached(TARGET_ACCURACY):
         training.poll()
-        shown.show(training)
+        show(training)
         if training.elapsed_s > seconds + LIMIT_S:
             wanted = f"{100 * TARGET_ACCURACY:g} %"
             raise Failed(f"{training.title} training has not reached {wanted} in {training.elapsed_s:.0f} s")

@@ -1,12 +1,13 @@
 """Displays of a training: live at a terminal, a plain line every few seconds elsewhere."""
 
+import json
 import re
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from math import isfinite, isnan
-from typing import Any, Protocol
+from typing import Any
 
 import typer
 from rich.console import Console, Group
@@ -23,12 +24,8 @@ NOT_FINITE = "NaN or inf"
 """What stands for a metric whose newest value is no finite number."""
 _BARS = "▁▂▃▄▅▆▇█"
 
-
-class Display(Protocol):
-    """A display of a training's progress."""
-
-    def show(self, training: Training) -> None:
-        """Show the newest sample; called after each one."""
+Show = Callable[[Training], None]
+"""Shows the newest sample of a training; called after each one."""
 
 
 def at_terminal() -> bool:
@@ -49,6 +46,11 @@ def columns(*titles: str | Column) -> Table:
     return Table(*(Column(t, overflow="fold") if isinstance(t, str) else t for t in titles), box=None)
 
 
+def print_list(items: Sequence[Any]) -> None:
+    """Print a list as JSON, in the form that lists have in the REST API, on one page."""
+    typer.echo(json.dumps({"items": items, "next": None}))
+
+
 def redraws(console: Console) -> bool:
     """Whether this console is a terminal that can redraw lines; at a dumb one, as in Emacs, a `Live` shows nothing."""
     return console.file.isatty() and console.is_terminal and not console.is_dumb_terminal
@@ -60,27 +62,24 @@ def last_line(reason: str) -> str:
 
 
 @contextmanager
-def display(page: str) -> Iterator[Display]:
-    """Yield a live display at a terminal that can redraw, else a plain one; `page` is the status page's address."""
+def display(page: str) -> Iterator[Show]:
+    """Show a training: drawn anew at a terminal that can redraw lines, else as a line every five seconds.
+
+    `page` is the status page's address.
+    """
     if not redraws(console()):
-        yield PlainDisplay()
+        printed_s = float("-inf")
+
+        def print_line(training: Training) -> None:
+            nonlocal printed_s
+            if (now := time.monotonic()) - printed_s >= PLAIN_EVERY_S:
+                printed_s = now
+                typer.echo(plain_line(training))
+
+        yield print_line
         return
     with Live(console=console(), refresh_per_second=8, transient=True) as live:
-        yield LiveDisplay(live, page)
-
-
-class PlainDisplay:
-    """Prints one line every five seconds."""
-
-    def __init__(self) -> None:
-        self._printed_s = float("-inf")
-
-    def show(self, training: Training) -> None:
-        """Print a line if the last one is five seconds old."""
-        now = time.monotonic()
-        if now - self._printed_s >= PLAIN_EVERY_S:
-            self._printed_s = now
-            typer.echo(plain_line(training))
+        yield lambda training: live.update(picture(training, page))
 
 
 def plain_line(training: Training) -> str:
@@ -124,17 +123,6 @@ def sparkline(values: Sequence[float | None], low: float, high: float) -> str:
     top = len(_BARS) - 1
     known = (None if v is None or isnan(v) else v for v in values)
     return "".join(" " if v is None else _BARS[max(0, min(top, round((v - low) / span * top)))] for v in known)
-
-
-class LiveDisplay:
-    """Redraws a panel in place."""
-
-    def __init__(self, live: Live, page: str) -> None:
-        self._live, self._page = live, page
-
-    def show(self, training: Training) -> None:
-        """Redraw with the newest sample."""
-        self._live.update(picture(training, self._page))
 
 
 def natural(name: str) -> list[Any]:

@@ -3,7 +3,6 @@
 from __future__ import annotations  # client classes are named, but not imported until used
 
 import importlib.metadata
-import json
 import os
 import shutil
 import socket
@@ -25,9 +24,8 @@ from paramserver.limits import MIB, REDIS_NEARLY_FULL
 from paramserver.net.calls import Request, json_bytes
 from paramserver.net.retry import to_result
 from paramserver_cli import launch, ports
-from paramserver_cli.config import Json, Url, client_settings, connect, redis_url
-from paramserver_cli.display import columns, console
-from paramserver_cli.state_directory import running
+from paramserver_cli.config import Json, Url, cluster_at, connect, redis_url
+from paramserver_cli.display import columns, console, print_list
 from paramserver_node import redis_server
 from paramserver_node.settings import FILE, ShardSettings, unknown_variables
 
@@ -76,7 +74,7 @@ def doctor(
     found, started = (chosen, False) if chosen is not None else running_redis(url)
     findings = [*machine(found, started=started), *cluster(url)]
     if as_json:
-        typer.echo(json.dumps({"items": [asdict(f) for f in findings], "next": None}))
+        print_list([asdict(f) for f in findings])
     else:
         table = columns("check", "", "found", "what to do")
         colors = {"ok": "green", "warning": "yellow", "failed": "red"}
@@ -92,12 +90,11 @@ def running_redis(url: str | None) -> tuple[str | None, bool]:
 
     (None, False) if the cluster does not run on this machine under this user.
     """
-    meant = client_settings({"url": url}).url
-    for state in running():
-        found, plan = state.cluster(), state.plan()
-        if found is not None and plan is not None and found.is_at(meant):
-            return plan.redis or found.redis.replace("***", state.redis_password()), plan.redis is None
-    return None, False
+    found = cluster_at(url)
+    if found is None or (plan := found[0].plan()) is None:
+        return None, False
+    state, cluster = found
+    return plan.redis or cluster.redis.replace("***", state.redis_password()), plan.redis is None
 
 
 def machine(redis: str | None, *, started: bool = False) -> Iterator[Finding]:

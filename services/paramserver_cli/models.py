@@ -14,6 +14,7 @@ import yaml
 import paramserver as ps
 from paramserver_cli.assignments import spec_patch
 from paramserver_cli.config import Json, Url, connect, listed
+from paramserver_cli.display import print_list
 from paramserver_cli.launch import Failed
 
 
@@ -144,7 +145,7 @@ def models(as_json: Json = False, url: Url = None) -> None:
     """
     items = listed(connect(url), "/models")
     if as_json:
-        typer.echo(json.dumps({"items": items, "next": None}))
+        print_list(items)
         return
     if not items:  # on standard error, so that a script does not read it as a model
         typer.echo("there are no models yet; psctl create makes one", err=True)

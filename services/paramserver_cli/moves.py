@@ -19,10 +19,10 @@ import paramserver as ps
 from paramserver.errors import PsError
 from paramserver.limits import MIB
 from paramserver_cli import launch
-from paramserver_cli.config import StateDirOption, Url, client_settings, connect, listed, running_cluster, state_dir
+from paramserver_cli.config import StateDirOption, Url, cluster_at, connect, listed, running_cluster, state_dir
 from paramserver_cli.display import natural, redraws
 from paramserver_cli.launch import Failed
-from paramserver_cli.state_directory import Cluster, StateDir, running
+from paramserver_cli.state_directory import Cluster, StateDir
 
 POLL_S: Final = 0.25
 QUIET_S: Final = 2.0
@@ -152,16 +152,12 @@ def _local_cluster(url: str | None, state: Path | None) -> _LocalCluster | None:
 
     It is the cluster of the state directory given with `--state-dir`, else the one on this machine that the URL names.
     """
+    if state is None:
+        found = cluster_at(url)
+        return None if found is None else _LocalCluster(*found)
     folder = state_dir(state)
     cluster = running_cluster(folder)
-    meant = client_settings({"url": url}).url
-    if cluster is not None and (state is not None or cluster.is_at(meant)):
-        return _LocalCluster(folder, cluster)
-    if state is not None:
-        return None
-    # It may have been started from another folder.  Other users' clusters are not listed; they could not be resized.
-    others = ((s, c) for s in running() if (c := s.cluster()) is not None)
-    return next((_LocalCluster(s, c) for s, c in others if c.is_at(meant)), None)
+    return None if cluster is None else _LocalCluster(folder, cluster)
 
 
 def _fewer(client: ps.Client, names: Sequence[str], number: int, local: _LocalCluster | None, timeout_s: float) -> None:

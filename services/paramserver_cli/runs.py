@@ -9,7 +9,7 @@ from paramserver.core.scheduler.runs import ENDED
 from paramserver.errors import problem
 from paramserver_cli import series
 from paramserver_cli.config import Json, Url, connect
-from paramserver_cli.display import columns, console, last_line
+from paramserver_cli.display import columns, console, last_line, print_list
 from paramserver_cli.exits import Group
 
 app = typer.Typer(
@@ -44,7 +44,7 @@ def list_runs(as_json: Json = False, url: Url = None) -> None:
     """
     items = connect(url).runs()
     if as_json:
-        typer.echo(json.dumps({"items": items, "next": None}))
+        print_list(items)
         return
     table = columns("run", "model", "entry", "state", "reason")
     for r in items:

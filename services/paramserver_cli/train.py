@@ -188,10 +188,10 @@ def _follow(client: ps.Client, run: str, training: Training, state: StateDir) ->
     """Show the run until it has ended, through outages of the cluster, and return its document."""
     restarts: dict[str, int] = {}
     raised, told_s = 0, float("-inf")
-    with display(client.url) as shown:
+    with display(client.url) as show:
         while True:
             training.poll()
-            shown.show(training)
+            show(training)
             try:
                 document = client.get_run(run, timeout=POLL_TIMEOUT_S)
             except Unavailable:  # the display says so; the workers wait for the cluster, or train on meanwhile

@@ -16,7 +16,7 @@ from paramserver.core.urls import DEFAULT_URL
 from paramserver.errors import problem
 from paramserver_cli import keys, launch
 from paramserver_cli.config import Json, StateDirOption, client_settings, redis_url, state_dir
-from paramserver_cli.display import columns, console
+from paramserver_cli.display import columns, console, print_list
 from paramserver_cli.exits import drop_output
 from paramserver_cli.launch import Failed
 from paramserver_cli.state_directory import Cluster, Plan, StateDir, new_lines, running
@@ -108,6 +108,8 @@ def up(
     launched = launch.launch(folder, plan, detach=detach, lifeline=lifeline)
     if kept:
         typer.echo(f"as before: {kept} (an option takes the place of each)", err=True)
+    if last is not None and None not in (last.redis, plan.redis) and shown(last.redis) != shown(plan.redis):
+        typer.echo(f"not as before: the Redis at {shown(plan.redis)}, in place of {shown(last.redis)}", err=True)
     ready = False
     try:
         _wait(launched)
@@ -146,23 +148,23 @@ def _last_plan(ctx: typer.Context, folder: StateDir) -> Plan | None:
 def _as_before(ctx: typer.Context, last: Plan | None, plan: Plan) -> tuple[Plan, str]:
     """Return the plan with what the folder's last one had where no option is given.
 
-    And as a text of options, what of that is not the default.
+    And as a text of options, what of that is not what this one had.
     """
     if last is None:
         return plan, ""
-    new = Plan()
     # A cluster of `ps.local()` is one process's own: it has the data of before, and what was promised of that.
     names = OPTIONS if ctx.params["lifeline"] is None else ("allow", "redis", "appendfsync")
     given = {n for n in names if getattr(ctx.get_parameter_source(n), "name", "") != "DEFAULT"}
     if "host" in given:
         given.add("insecure")  # it was said of another address
-    if plan.redis is not None:
+    # One that is set takes the place of another, which may have moved, but not of the folder's own, which has its data.
+    if plan.redis is not None and ("redis" in given or last.redis is not None):
         given |= {"redis", "appendfsync"}
     kept = {n: getattr(last, n) for n in names if n not in given}
     options: list[str] = []
     for name, value in kept.items():
-        if value != getattr(new, name):
-            values = value if isinstance(value, list) else [shown(value) if name == "redis" else value]
+        if value != getattr(plan, name):
+            values = value if isinstance(value, list) else [shown(value or OWN_REDIS) if name == "redis" else value]
             options += [f"--{name}" if v is True else f"--{name} {shlex.quote(str(v))}" for v in values]
     return replace(plan, **kept), " ".join(options)
 
@@ -264,7 +266,7 @@ def list_clusters(as_json: Json = False) -> None:
     """
     clusters = _clusters()
     if as_json:
-        typer.echo(json.dumps({"items": [keys.printable_cluster(c) for c in clusters], "next": None}))
+        print_list([keys.printable_cluster(c) for c in clusters])
         return
     if not clusters:
         typer.echo("no cluster of yours runs on this machine; psctl up starts one")

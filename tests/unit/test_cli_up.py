@@ -13,6 +13,7 @@ from paramserver_cli.main import app
 from paramserver_cli.state_directory import Plan, StateDir
 
 REDIS = "redis://:secret@10.0.0.3:6379/0"
+OTHER = "redis://10.0.0.4:6379/0"
 LOCAL = "--shards 1 --workers 0 --lifeline 5"
 """What `ps.local()` gives."""
 CHECK_REDIS = up._check_redis
@@ -51,7 +52,7 @@ def planned(folder: Path, *options: str) -> tuple[Plan | None, str]:
         ("--host 0.0.0.0 --insecure", "", Plan(host="0.0.0.0", insecure=True), "--host 0.0.0.0 --insecure"),
         ("--host 0.0.0.0 --insecure", "--host ::", Plan(host="::"), ""),
         (f"--redis {REDIS} --workers 4", "--redis own", Plan(workers=4), "as before: --workers 4 ("),
-        ("--host 0.0.0.0 --insecure --port 8800 --schedulers 2", LOCAL, Plan(shards=1), ""),
+        ("--host 0.0.0.0 --insecure --port 8800 --schedulers 2 --shards 3 --workers 4", LOCAL, Plan(shards=1), ""),
         ("--appendfsync always --allow a", LOCAL, Plan(1, allow=["a"], appendfsync="always"), "--appendfsync always ("),
         (f"--redis {REDIS}", LOCAL, Plan(1, redis=REDIS), "--redis 'redis://:***@10.0.0.3:6379/0'"),
     ],
@@ -67,6 +68,32 @@ def test_options_that_are_not_given_are_as_before(
     assert found == plan
     assert said in says
     assert bool(said) == ("as before" in says)
+
+
+def test_a_redis_of_the_folders_own_stays_where_another_is_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`PARAMSERVER_REDIS` does not take the place of a Redis that `up` has started, by default or as `--redis own`."""
+    planned(tmp_path / "earlier", "--appendfsync", "always")
+    monkeypatch.setenv("PARAMSERVER_REDIS", OTHER)
+    planned(tmp_path / "given", "--redis", "own", "--appendfsync", "always")
+
+    for folder in ("earlier", "given"):
+        found, says = planned(tmp_path / folder)
+        assert found == Plan(appendfsync="always")
+        assert "as before: --redis own --appendfsync always (" in says
+        assert planned(tmp_path / folder, "--redis", OTHER)[0] == Plan(redis=OTHER)
+
+
+def test_a_redis_that_is_set_takes_the_place_of_another_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`PARAMSERVER_REDIS` is followed where a Redis that runs already has moved or has another password, and told."""
+    planned(tmp_path / "new", "--redis", REDIS)
+    monkeypatch.setenv("PARAMSERVER_REDIS", REDIS.replace("secret", "newer"))
+    assert planned(tmp_path / "new") == (Plan(redis=REDIS.replace("secret", "newer")), "")
+
+    monkeypatch.setenv("PARAMSERVER_REDIS", OTHER)
+    found, says = planned(tmp_path / "new")
+
+    assert found == Plan(redis=OTHER)
+    assert says == f"not as before: the Redis at {OTHER}, in place of redis://:***@10.0.0.3:6379/0\n"
 
 
 @pytest.mark.parametrize("first", ["--shards 3", ""], ids=["goes on", "new"])
