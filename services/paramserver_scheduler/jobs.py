@@ -17,12 +17,13 @@ from redis.exceptions import RedisError
 from paramserver.checkpoint import Checkpoint
 from paramserver.core.layout import Layout
 from paramserver.core.optimizer import slot_names
+from paramserver.core.partition_state import PartitionState
 from paramserver.core.scheduler import io
 from paramserver.core.scheduler.checkpoints import ALIASES
 from paramserver.core.scheduler.documents import check_states, in_pieces, size_of
 from paramserver.core.scheduler.reading import Reading
 from paramserver.core.spec import ModelSpec
-from paramserver.errors import InDoubt, NotFoundError, PsError, as_problem, problem
+from paramserver.errors import ConflictError, InDoubt, NotFoundError, PsError, as_problem, problem
 from paramserver.types import ModelKey
 from paramserver_node.redis import fsync_way
 from paramserver_scheduler import checkpoints
@@ -30,13 +31,15 @@ from paramserver_scheduler.checkpoints import CheckpointStore
 from paramserver_scheduler.history import History
 from paramserver_scheduler.other_schedulers import OtherSchedulers
 from paramserver_scheduler.runtime import Answer, Runtime
-from paramserver_scheduler.shards import Owner, ShardClient
+from paramserver_scheduler.shards import Owner, Place, ShardClient
 
 log = logging.getLogger("paramserver.scheduler")
 
 SETTLE_S: Final = 6.0
 """Time after which no shard writes snapshots of a deleted model any more."""
 SCAN_COUNT: Final = 1000
+SETS_MAX: Final = 4
+"""How often a restore sets all values, if each time a death has undone some before the core hears of the end."""
 _PARTITION_KEY: Final = re.compile(rb"\{([\w.-]+)\.([0-9]+)/[0-9]+\}:")
 
 
@@ -171,9 +174,7 @@ class Jobs:
             # Before the values, which may take minutes: who joins meanwhile is to have the state that belongs to them.
             for piece in in_pieces(workers):  # all at once would take seconds, in which nothing else is decided
                 await ask(partial(io.ModelRestored, model=target, generation=key.generation, workers=piece))
-            names = slot_names(spec.optimizer)
-            await self._shards.restore(key, states, names, self._owner(key), lambda i: self._read.place(key, i))
-            done = await ask(lambda n: io.RestoreFinished(n, key, None, held.version), changes=True)
+            done = await self._set(key, states, slot_names(spec.optimizer), held.version)
         except Exception as e:
             error = problem_of(e)
             # The model stands still, or has no values, until the core hears that the restore has ended.  It may have
@@ -182,6 +183,21 @@ class Jobs:
                 self._runtime.send(io.RestoreFinished(0, model or self._read.key(target), error, held.version))
             raise error from e
         return Answer(answer.status, done.body)
+
+    async def _set(
+        self, model: ModelKey, states: Sequence[tuple[PartitionState, int]], names: tuple[str, ...], version: int
+    ) -> Answer:
+        """Set every partition and end the restore; do so again if a death has undone some of it before that end."""
+        tries = 0
+        while True:
+            tries += 1
+            places = await self._shards.restore(model, states, names, self._owner(model), self._place(model))
+            try:
+                end = partial(io.RestoreFinished, model=model, version=version, places=places)
+                return await self._runtime.ask(end, changes=True)
+            except ConflictError:
+                if tries == SETS_MAX:
+                    raise
 
     async def _found(self, model: str, name: str, generation: int | None) -> Checkpoint:
         """Read a checkpoint by name, `latest` or `best`, from another scheduler if only that one has it."""
@@ -345,6 +361,9 @@ class Jobs:
 
     def _owner(self, model: ModelKey) -> Owner:
         return lambda index: self._read.owner(model, index)
+
+    def _place(self, model: ModelKey) -> Place:
+        return lambda index: self._read.place(model, index)
 
     @property
     def _read(self) -> Reading:

@@ -295,7 +295,7 @@ async def test_a_checkpoint_of_another_creation_is_not_restored_for_this_ones(tm
 
 async def test_a_model_created_while_the_checkpoint_is_read_is_not_restored_for_the_one_before(tmp_path: Path) -> None:
     """With `generation`, a restore sets that creation or none; the values of the next one of that name stay."""
-    d, shards = saved(tmp_path), Mock(restore=AsyncMock())
+    d, shards = saved(tmp_path), Mock(restore=AsyncMock(return_value={}))
     async with asyncio.TaskGroup() as group:
         jobs = with_runtime(d, tmp_path, group, others=Mock(), shards=shards)
         read = jobs._store.read
