@@ -5,7 +5,7 @@ import errno
 import logging
 import re
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from functools import partial
 from time import monotonic
 from typing import Any, Final
@@ -66,7 +66,7 @@ class Jobs:
         self._history = history
         self._group = group
         self._files: WeakValueDictionary[tuple[str, str], asyncio.Lock] = WeakValueDictionary()
-        """(model, checkpoint) -> held by whoever writes or deletes its files."""
+        """(model, checkpoint) -> held by whoever writes, deletes, or reads its files to restore them."""
         self._restoring: set[str] = set()
         """Models that are being restored."""
 
@@ -212,7 +212,9 @@ class Jobs:
         else:
             name, holder = record["name"], record["scheduler"] or None
         try:
-            return await asyncio.to_thread(self._store.read, model, name, creation)
+            # One of the list may be deleted at any time by the rule of `keep`.
+            async with self._alone(model, name) if creation is not None else nullcontext():
+                return await asyncio.to_thread(self._store.read, model, name, creation)
         except NotFoundError:
             if holder == self._name or (creation is None and name in ALIASES):
                 raise
