@@ -165,7 +165,8 @@ class Jobs:
             if partitions not in (None, spec.partitions):
                 raise problem("conflict", f"model '{target}' has {spec.partitions} partitions, which cannot be changed")
             sizes = await asyncio.to_thread(lambda: {worker: size_of(state) for worker, state in workers.items()})
-            begin = partial(io.StartRestore, model=target, sizes=sizes, generation=model.generation)
+            arrays = slot_names(spec.optimizer)
+            begin = partial(io.StartRestore, model=target, sizes=sizes, generation=model.generation, arrays=arrays)
         states = await asyncio.to_thread(checkpoints.partition, held, spec)
         try:
             answer = await ask(begin)

@@ -119,6 +119,26 @@ async def test_many_states_are_restored_in_pieces(tmp_path: Path) -> None:
     assert [d.join(w)["state"] for w in "abcd"] == [*states.values(), [4]]
 
 
+async def test_a_restore_for_an_optimizer_that_was_just_changed_sets_no_value(tmp_path: Path) -> None:
+    """If the model gets an optimizer with other arrays before its restore begins, that is refused and nothing stops."""
+    d = saved(tmp_path)
+
+    class Changing(BlindRuntime):
+        async def ask(self, make: Any, *, changes: bool = False) -> Answer:
+            if isinstance(make(0), io.StartRestore):
+                d.ask(lambda n: io.PatchModel(n, "m", {"optimizer": {"name": "adam"}}))
+            return await super().ask(make)
+
+    shards, unused, runtime = Mock(restore=AsyncMock()), Mock(), cast(Any, Changing(d, io.Tick, taken_in=True))
+    async with asyncio.TaskGroup() as group:
+        jobs = Jobs(runtime, CheckpointStore(tmp_path), unused, shards, unused, unused, group, "s")
+        with refused_with("conflict", match="optimizer"):
+            await jobs.restore("m", "mine", "m", None)
+
+    assert not shards.restore.called
+    assert not d.core._c.models["m"].restoring
+
+
 @pytest.mark.parametrize("target", ["m", "copy"])
 async def test_who_joins_while_values_are_restored_has_the_state_for_them(tmp_path: Path, target: str) -> None:
     """A worker that joins a model before all its restored values are set begins with its restored state."""

@@ -283,6 +283,8 @@ class ModelDesk:
         model = self.c.model(e.model, e.generation)
         if model.restoring:
             raise problem("conflict", f"model '{model.name}' is already being restored")
+        if e.arrays not in (None, slot_names(model.spec.optimizer)):
+            raise problem("conflict", f"the optimizer of '{model.name}' was just changed", hint="restore it again")
         if model.checkpoints.reading_current:
             # A restore leaves the partitions' clocks as they are, so the clock could not tell which partitions the
             # checkpoint had read before it and which after.

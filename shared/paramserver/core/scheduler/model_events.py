@@ -95,6 +95,8 @@ class StartRestore(Struct, frozen=True):
     sizes: Mapping[str, int] = {}
     """Worker name -> `size_of` the state that the restore brings it; refused at once if they do not fit (413)."""
     generation: int | None = None
+    arrays: tuple[str, ...] | None = None
+    """Names of the optimizer's arrays that it brings; 409 `conflict` if the model's optimizer has others by now."""
 
 
 class RestoreFinished(Struct, frozen=True):
