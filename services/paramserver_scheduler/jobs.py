@@ -168,6 +168,7 @@ class Jobs:
             arrays = slot_names(spec.optimizer)
             begin = partial(io.StartRestore, model=target, sizes=sizes, generation=model.generation, arrays=arrays)
         states = await asyncio.to_thread(checkpoints.partition, held, spec)
+        answer: Answer | None = None
         try:
             answer = await ask(begin)
             assert answer.body is not None
@@ -182,6 +183,8 @@ class Jobs:
             # heard of the beginning even if that was answered 503, and it may not have heard of the end.
             with suppress(NotFoundError):
                 self._runtime.send(io.RestoreFinished(0, model or self._read.key(target), error, held.version))
+            if answer is not None and self._runtime.stopped is not None:
+                raise problem("in_doubt", error.detail) from e
             raise error from e
         return Answer(answer.status, done.body)
 

@@ -13,7 +13,7 @@ from tests.refusals import refused_with
 from paramserver import checkpoint, limits
 from paramserver.core.scheduler import io
 from paramserver.core.spec import ModelSpec
-from paramserver.errors import InDoubt, PsError
+from paramserver.errors import InDoubt, PsError, problem
 from paramserver.types import ModelKey
 from paramserver_scheduler.checkpoints import CheckpointStore
 from paramserver_scheduler.jobs import Jobs
@@ -224,6 +224,27 @@ async def test_a_second_restore_does_not_end_the_first(tmp_path: Path) -> None:
             d.ask(lambda n: io.StartRestore(n, "m"))
         goes_on.set()
         assert (await first).status == 200
+
+
+@pytest.mark.parametrize("begun", [True, False])
+async def test_a_restore_is_in_doubt_once_begun_if_its_scheduler_stops(tmp_path: Path, begun: bool) -> None:
+    """A scheduler that stops hears of no end: a restore that has begun is in doubt, and no other has done anything."""
+    d, stopped = saved(tmp_path), problem("no_leader", "this scheduler is no longer the leader")
+    unused, runtime = Mock(), cast(Any, BlindRuntime(d, io.Tick, taken_in=True))
+
+    async def set_all(*args: Any) -> Places:
+        runtime.stopped = stopped
+        return {}
+
+    if not begun:
+        runtime.stopped = stopped
+    async with asyncio.TaskGroup() as group:
+        shards: Any = Mock(restore=set_all)
+        jobs = Jobs(runtime, CheckpointStore(tmp_path), unused, shards, unused, unused, group, "s")
+        with refused_with("in_doubt" if begun else "no_leader", match="no longer the leader"):
+            await jobs.restore("m", "mine", "m", None)
+
+    assert d.core._c.models["m"].restoring is begun
 
 
 async def test_who_waits_for_a_restore_is_told_when_its_scheduler_leads_no_more(tmp_path: Path) -> None:
