@@ -70,6 +70,13 @@ class Stood:
             return await leads
 
 
+async def test_a_leader_answers_nothing_before_its_first_renewal(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A leader may have been paused, and replaced, while it read the state: it asks before its first answer."""
+    s = Stood(monkeypatch)
+
+    assert await s.confirmed(Deposed("a newer scheduler leads")) is False
+
+
 async def test_an_answer_that_is_older_than_the_pause_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
     """A renewal begun before a pause does not confirm the leader: it renews again and learns that it is deposed."""
     s = Stood(monkeypatch)
