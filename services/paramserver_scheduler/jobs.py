@@ -4,7 +4,7 @@ import asyncio
 import errno
 import logging
 import re
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from functools import partial
 from time import monotonic
@@ -113,8 +113,8 @@ class Jobs:
         up.  Raises PsError; FencedError (`model_replaced`) if `source` exists in another `generation`; InDoubt if this
         scheduler ceases to lead meanwhile.
         """
-        run = self._restore(source, name, target, partitions, exist_ok or source == target, generation)
-        work = self._group.create_task(run)
+        run = partial(self._restore, source, name, target, partitions, exist_ok or source == target, generation)
+        work = self._group.create_task(self._exclusively(target, run))
         try:
             outcome = await asyncio.shield(work)
         except asyncio.CancelledError:
@@ -127,21 +127,19 @@ class Jobs:
             raise outcome
         return outcome
 
-    async def _restore(
-        self, source: str, name: str, target: str, partitions: int | None, exist_ok: bool, generation: int | None
-    ) -> Answer | PsError:
+    async def _exclusively(self, target: str, run: Callable[[], Awaitable[Answer]]) -> Answer | PsError:
         """Restore, unless `target` is being restored; returns errors, because raising one would end the task group."""
         if target in self._restoring:
             return problem("conflict", f"model '{target}' is already being restored")
         self._restoring.add(target)
         try:
-            return await self._run_restore(source, name, target, partitions, exist_ok, generation)
+            return await run()
         except Exception as e:
             return problem_of(e)
         finally:
             self._restoring.remove(target)
 
-    async def _run_restore(
+    async def _restore(
         self, source: str, name: str, target: str, partitions: int | None, exist_ok: bool, generation: int | None
     ) -> Answer:
         held = await self._found(source, name, generation)
