@@ -1,7 +1,8 @@
 """The JSON request bodies of the control routes, field by field.
 
 Types and bounds are checked here, and every wrong field is reported.  What is within a field of type `Any`, and whether
-a value is allowed in the current state, in a spec or in a run, is decided by the core.
+a value is allowed in the current state, in a spec or in a run, is decided by the core.  Its events have the same fields
+under the same names, beside those that the path and the query give.
 """
 
 from typing import Annotated, Any, TypeVar
