@@ -79,7 +79,7 @@ def test_what_a_deleted_model_left_is_deleted_whoever_leads_by_then() -> None:
     """A new leader starts deleting a deleted model's keys again, unless all are reported deleted."""
     d = Driver.with_model(name="a.b")
     d.ask(lambda n: io.DeleteModel(n, "a.b"))
-    for doing in ([io.ForgetModel(ModelKey("a.b", 1), 4)], []):
+    for doing in ([io.ForgetModel(ModelKey("a.b", 1))], []):
         d.work.clear()
         d.restart()
         d.do(io.Tick())

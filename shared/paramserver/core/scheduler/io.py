@@ -324,7 +324,6 @@ class ForgetModel(Struct, frozen=True):
     """Delete every Redis key of the partitions of that generation; completed by `ModelForgotten`."""
 
     model: ModelKey
-    partitions: int
 
 
 class ForgetOthers(Struct, frozen=True):
