@@ -1,7 +1,8 @@
 """The JSON request bodies of the control routes, field by field.
 
 Types and bounds are checked here, and every wrong field is reported.  What is within a field of type `Any`, and whether
-a value is allowed in the current state, in a spec or in a run, is decided by the core.
+a value is allowed in the current state, in a spec or in a run, is decided by the core.  Its events have the same fields
+under the same names, beside those that the path and the query give.
 """
 
 from typing import Annotated, Any, TypeVar
@@ -21,6 +22,8 @@ Text = Annotated[str, StringConstraints(min_length=1, max_length=1024)]
 T = TypeVar("T")
 Many = Annotated[list[T], Field(fail_fast=True)]
 """A list of which only the first wrong element is reported, because there may be a million."""
+Row = Annotated[T, Field(strict=False)]
+"""A tuple that comes as a list; its elements are as strict as all else."""
 
 
 class Body(BaseModel):
@@ -46,15 +49,14 @@ class JoinWorker(Body):
         examples=["w0"],
         json_schema_extra={"pattern": f"^{WORKER_NAME.pattern}$"},
     )
-    rank: Count | None = Field(
+    rank: Annotated[int, Field(ge=0, lt=1 << 31)] | None = Field(
         None, description="its position in sums and data; default: the name's last one if free, else the lowest free"
     )
-    above: Count | None = Field(None, description="lower bound, at most 2^52: the issued epoch is greater than this")
-    lease_s: float | None = Field(
-        None,
-        allow_inf_nan=False,
-        description="duration of its lease: 5 s, or up to 3600 s for interactive use",
-        json_schema_extra={"minimum": limits.LEASE_S, "maximum": limits.WORKER_LEASE_S_MAX},
+    above: Annotated[int, Field(ge=0, le=INTEGER_MAX // 2)] | None = Field(  # leaves epochs for all joins after it
+        None, description="lower bound, at most 2^52: the issued epoch is greater than this"
+    )
+    lease_s: Annotated[float, Field(ge=limits.LEASE_S, le=limits.WORKER_LEASE_S_MAX)] | None = Field(
+        None, description="duration of its lease: 5 s, or up to 3600 s for interactive use"
     )
     attempt: Id | None = Field(None, description="for a join without a name: a repeated text returns the same worker")
 
@@ -219,15 +221,19 @@ class ShardHeartbeat(Body):
 
     epoch: Count
     metrics: dict[str, Any] = {}
-    partitions: Many[Many[Any]] = Field(
+    partitions: Many[Row[tuple[str, int, int, int, int, int, int, int, int]]] = Field(
         [],
         description="[model, generation, index, token, version, durable_version, revision, commits_from, from_version]",
     )
-    cuts: Many[Many[Any]] = Field([], description="[model, generation, index, token, clock]")
-    released: Many[Many[Any]] = Field([], description="[model, generation, index, token, version, release]")
-    lost: Many[Many[Any]] = Field([], description="[model, generation, index, token]")
-    memory: dict[str, Any] = Field({}, examples=[{"limit_bytes": 8589934592, "used_bytes": 734003200}])
-    loads: Many[Many[Any]] = Field([], description="[model, generation, index, bytes per second]")
+    cuts: Many[Row[tuple[str, int, int, int, int]]] = Field([], description="[model, generation, index, token, clock]")
+    released: Many[Row[tuple[str, int, int, int, int, int]]] = Field(
+        [], description="[model, generation, index, token, version, release]"
+    )
+    lost: Many[Row[tuple[str, int, int, int]]] = Field([], description="[model, generation, index, token]")
+    memory: dict[str, Count] = Field({}, examples=[{"limit_bytes": 8589934592, "used_bytes": 734003200}])
+    loads: Many[Row[tuple[str, int, int, Annotated[float, Field(allow_inf_nan=False)]]]] = Field(
+        [], description="[model, generation, index, bytes per second]"
+    )
 
 
 class ShardState(Body):

@@ -4,8 +4,8 @@ import asyncio
 import errno
 import logging
 import re
-from collections.abc import Callable, Coroutine, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from contextlib import nullcontext, suppress
 from functools import partial
 from time import monotonic
 from typing import Any, Final
@@ -17,12 +17,13 @@ from redis.exceptions import RedisError
 from paramserver.checkpoint import Checkpoint
 from paramserver.core.layout import Layout
 from paramserver.core.optimizer import slot_names
+from paramserver.core.partition_state import PartitionState
 from paramserver.core.scheduler import io
 from paramserver.core.scheduler.checkpoints import ALIASES
 from paramserver.core.scheduler.documents import check_states, in_pieces, size_of
 from paramserver.core.scheduler.reading import Reading
 from paramserver.core.spec import ModelSpec
-from paramserver.errors import InDoubt, NotFoundError, PsError, as_problem, problem
+from paramserver.errors import ConflictError, InDoubt, NotFoundError, PsError, as_problem, problem
 from paramserver.types import ModelKey
 from paramserver_node.redis import fsync_way
 from paramserver_scheduler import checkpoints
@@ -30,13 +31,15 @@ from paramserver_scheduler.checkpoints import CheckpointStore
 from paramserver_scheduler.history import History
 from paramserver_scheduler.other_schedulers import OtherSchedulers
 from paramserver_scheduler.runtime import Answer, Runtime
-from paramserver_scheduler.shards import Owner, ShardClient
+from paramserver_scheduler.shards import Owner, Place, ShardClient
 
 log = logging.getLogger("paramserver.scheduler")
 
 SETTLE_S: Final = 6.0
 """Time after which no shard writes snapshots of a deleted model any more."""
 SCAN_COUNT: Final = 1000
+SETS_MAX: Final = 4
+"""How often a restore sets all values, if each time a death has undone some before the core hears of the end."""
 _PARTITION_KEY: Final = re.compile(rb"\{([\w.-]+)\.([0-9]+)/[0-9]+\}:")
 
 
@@ -63,7 +66,7 @@ class Jobs:
         self._history = history
         self._group = group
         self._files: WeakValueDictionary[tuple[str, str], asyncio.Lock] = WeakValueDictionary()
-        """(model, checkpoint) -> held by whoever writes or deletes its files."""
+        """(model, checkpoint) -> held by whoever writes, deletes, or reads its files to restore them."""
         self._restoring: set[str] = set()
         """Models that are being restored."""
 
@@ -110,8 +113,8 @@ class Jobs:
         up.  Raises PsError; FencedError (`model_replaced`) if `source` exists in another `generation`; InDoubt if this
         scheduler ceases to lead meanwhile.
         """
-        run = self._restore(source, name, target, partitions, exist_ok or source == target, generation)
-        work = self._group.create_task(run)
+        run = partial(self._restore, source, name, target, partitions, exist_ok or source == target, generation)
+        work = self._group.create_task(self._exclusively(target, run))
         try:
             outcome = await asyncio.shield(work)
         except asyncio.CancelledError:
@@ -124,21 +127,19 @@ class Jobs:
             raise outcome
         return outcome
 
-    async def _restore(
-        self, source: str, name: str, target: str, partitions: int | None, exist_ok: bool, generation: int | None
-    ) -> Answer | PsError:
+    async def _exclusively(self, target: str, run: Callable[[], Awaitable[Answer]]) -> Answer | PsError:
         """Restore, unless `target` is being restored; returns errors, because raising one would end the task group."""
         if target in self._restoring:
             return problem("conflict", f"model '{target}' is already being restored")
         self._restoring.add(target)
         try:
-            return await self._run_restore(source, name, target, partitions, exist_ok, generation)
+            return await run()
         except Exception as e:
             return problem_of(e)
         finally:
             self._restoring.remove(target)
 
-    async def _run_restore(
+    async def _restore(
         self, source: str, name: str, target: str, partitions: int | None, exist_ok: bool, generation: int | None
     ) -> Answer:
         held = await self._found(source, name, generation)
@@ -162,8 +163,10 @@ class Jobs:
             if partitions not in (None, spec.partitions):
                 raise problem("conflict", f"model '{target}' has {spec.partitions} partitions, which cannot be changed")
             sizes = await asyncio.to_thread(lambda: {worker: size_of(state) for worker, state in workers.items()})
-            begin = partial(io.StartRestore, model=target, sizes=sizes, generation=model.generation)
+            arrays = slot_names(spec.optimizer)
+            begin = partial(io.StartRestore, model=target, sizes=sizes, generation=model.generation, arrays=arrays)
         states = await asyncio.to_thread(checkpoints.partition, held, spec)
+        answer: Answer | None = None
         try:
             answer = await ask(begin)
             assert answer.body is not None
@@ -171,17 +174,32 @@ class Jobs:
             # Before the values, which may take minutes: who joins meanwhile is to have the state that belongs to them.
             for piece in in_pieces(workers):  # all at once would take seconds, in which nothing else is decided
                 await ask(partial(io.ModelRestored, model=target, generation=key.generation, workers=piece))
-            names = slot_names(spec.optimizer)
-            await self._shards.restore(key, states, names, self._owner(key), lambda i: self._read.place(key, i))
-            done = await ask(lambda n: io.RestoreFinished(n, key, None, held.version), changes=True)
+            done = await self._set(key, states, slot_names(spec.optimizer), held.version)
         except Exception as e:
             error = problem_of(e)
             # The model stands still, or has no values, until the core hears that the restore has ended.  It may have
             # heard of the beginning even if that was answered 503, and it may not have heard of the end.
             with suppress(NotFoundError):
                 self._runtime.send(io.RestoreFinished(0, model or self._read.key(target), error, held.version))
+            if answer is not None and self._runtime.stopped is not None:
+                raise problem("in_doubt", error.detail) from e
             raise error from e
         return Answer(answer.status, done.body)
+
+    async def _set(
+        self, model: ModelKey, states: Sequence[tuple[PartitionState, int]], names: tuple[str, ...], version: int
+    ) -> Answer:
+        """Set every partition and end the restore; do so again if a death has undone some of it before that end."""
+        tries = 0
+        while True:
+            tries += 1
+            places = await self._shards.restore(model, states, names, self._owner(model), self._place(model))
+            try:
+                end = partial(io.RestoreFinished, model=model, version=version, places=places)
+                return await self._runtime.ask(end, changes=True)
+            except ConflictError:
+                if tries == SETS_MAX:
+                    raise
 
     async def _found(self, model: str, name: str, generation: int | None) -> Checkpoint:
         """Read a checkpoint by name, `latest` or `best`, from another scheduler if only that one has it."""
@@ -196,7 +214,9 @@ class Jobs:
         else:
             name, holder = record["name"], record["scheduler"] or None
         try:
-            return await asyncio.to_thread(self._store.read, model, name, creation)
+            # One of the list may be deleted at any time by the rule of `keep`.
+            async with self._alone(model, name) if creation is not None else nullcontext():
+                return await asyncio.to_thread(self._store.read, model, name, creation)
         except NotFoundError:
             if holder == self._name or (creation is None and name in ALIASES):
                 raise
@@ -345,6 +365,9 @@ class Jobs:
 
     def _owner(self, model: ModelKey) -> Owner:
         return lambda index: self._read.owner(model, index)
+
+    def _place(self, model: ModelKey) -> Place:
+        return lambda index: self._read.place(model, index)
 
     @property
     def _read(self) -> Reading:

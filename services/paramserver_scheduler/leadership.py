@@ -63,8 +63,8 @@ class Leadership:
         """When the event loop was last known to run."""
         self._paused_s = float("-inf")
         """When a pause of the event loop was last noticed."""
-        self._unconfirmed = False
-        """Whether no renewal has begun and ended since the last pause."""
+        self._unconfirmed = True
+        """Whether no renewal has begun and ended since the last pause, or since the state was read."""
         self._renewal: asyncio.Task[None] | None = None
         self.over = False
         """Whether a newer leader is known, or `run` has ended for another reason."""

@@ -223,10 +223,12 @@ class Lease:
         Raises Deposed, or RedisDataLost: the lease is renewed all the same, unless a scheduler that has begun on the
         emptied Redis holds it in this term.
         """
-        state = (self.term, self.written, int(self._heard_ago_s() > DEAF_S))
+        term = self.term
+        state = (term, self.written, int(self._heard_ago_s() > DEAF_S))
         done, leader, others = await self._run(self._renew_script, *self._identity, *state)
         self._note(leader, others)
-        self.check(done)
+        if term == self.term:  # else the answer is about a term that this scheduler itself has ended meanwhile
+            self.check(done)
 
     def hear(self) -> None:
         """Note that a shard has asked for something."""

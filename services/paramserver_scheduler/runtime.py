@@ -50,6 +50,9 @@ _ACCEPTED_WHILE_AWAY: Final = (
 )
 """Events of requests that are accepted while Redis is away: they keep leases alive, or can wait."""
 
+_TAKE_LONG: Final = (*_ACCEPTED_WHILE_AWAY, io.RequestCheckpoint)
+"""Events whose reply may wait for much else; a checkpoint, once begun, is written whatever Redis does meanwhile."""
+
 _LEASES: Final = (io.ShardHeartbeat, io.WorkerHeartbeat, io.PoolHeartbeat)
 """Events that can only postpone the core's deadlines."""
 
@@ -67,7 +70,7 @@ class _Waiter:
     future: asyncio.Future[Answer]
     on_reply: Callable[[Answer], None] | None
     since: float | None
-    """Since when it depends on Redis: from the start, or, if accepted while Redis is away, since its reply waits."""
+    """Since when it depends on Redis: from the start, or, if it may take long, since its reply waits."""
     changes: bool
     """Whether its sender must know if it may have been done."""
 
@@ -165,7 +168,7 @@ class Runtime:
             raise problem("too_many_requests", f"{limits.WAITERS_MAX} requests are already waiting")
         future: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
         harmless = isinstance(event, _ACCEPTED_WHILE_AWAY)
-        since = None if harmless else monotonic()
+        since = None if isinstance(event, _TAKE_LONG) else monotonic()
         self._waiters[number] = _Waiter(future, on_reply, since, changes and not harmless)
         try:
             self.send(event)

@@ -27,7 +27,7 @@ T = TypeVar("T")
 Owner = Callable[[int], str]
 """Returns the base URL of a partition's current owner; raises Unavailable while there is none."""
 Place = Callable[[int], tuple[int, int]]
-"""Returns (the model's timeline, a partition's owner token): what is set in a partition is gone once these change."""
+"""Returns (the model's timeline, a partition's owner token or 0): what is set there is gone once these change."""
 
 
 class ShardClient:
@@ -69,13 +69,14 @@ class ShardClient:
         names: tuple[str, ...],
         owner: Owner,
         place: Place,
-    ) -> None:
+    ) -> Mapping[int, tuple[int, int]]:
         """Set each partition to its state, at its version or above; staged and buffered contributions are dropped.
 
         `names`: of the optimizer's arrays in the states.
 
         A shard refuses the state if it knows of a newer leader or another timeline.  What a death undoes meanwhile is
-        set again: in sync it sets all partitions back.  Raises like `states`; some partitions may then have been set.
+        set again: in sync it sets all partitions back.  Returns each partition's place when it was set.  Raises like
+        `states`; some partitions may then have been set.
         """
         sent: dict[int, tuple[int, int]] = {}
 
@@ -92,6 +93,7 @@ class ShardClient:
             left = [i for i in sent if sent[i] != place(i)]
             if left and monotonic() > deadline:
                 raise problem("unavailable", f"owners of model '{model.name}' are lost again and again")
+        return sent
 
     async def assign(self, frames: Mapping[int, tuple[SetFrame, Sequence[AnyArray]]], owner: Owner) -> None:
         """Send each assignment to the owner of its partition; raises like `states`."""

@@ -235,6 +235,40 @@ def create(runtime: Runtime, name: str) -> Any:
     return runtime.ask(lambda n: io.CreateModel(n, {"name": name, "params": {"w": {"shape": [1]}}}, "x"))
 
 
+async def test_who_waits_for_a_checkpoint_is_not_refused_for_a_write_of_something_else(
+    redis_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Redis may refuse a write while a checkpoint is written: the request stays open until that is done.
+
+    Refused meanwhile, it would be sent again, and find its own checkpoint there.
+    """
+    monkeypatch.setattr(runtime_module, "STORE_WAIT_S", 0.0)
+    monkeypatch.setattr(runtime_module, "RETRY_S", 0.0)
+    begun: asyncio.Queue[io.Effect] = asyncio.Queue()
+    async with running(redis_url, []) as runtime, asyncio.timeout(20):
+        runtime.jobs = Mock(start=begun.put_nowait)
+        await join(runtime, "s")
+        created = asyncio.ensure_future(create(runtime, "m"))
+        await asyncio.sleep(0)  # it has started, and waits until it is served
+        model = runtime.core._c.models["m"]
+        rows = [["m", model.generation, i, owner.token, 0, 0, 1, 0, 0] for i, owner in enumerate(model.owners)]
+        await runtime.ask(lambda n: io.ShardHeartbeat(n, "s", 1, partitions=rows))
+        await created
+        asked = asyncio.ensure_future(runtime.ask(lambda n: io.RequestCheckpoint(n, "m"), changes=True))
+        effect = await begun.get()
+        assert isinstance(effect, io.WriteCheckpoint)
+
+        with monkeypatch.context() as full:
+            refusal = problem("storage_unavailable", "Redis refuses: OOM")
+            full.setattr(runtime._store, "write", AsyncMock(side_effect=refusal))
+            with refused_with("storage_unavailable"):
+                await join(runtime, "t")
+        assert not asked.done()
+        runtime.send(io.CheckpointWritten(effect.model, effect.name, 10, [0] * len(rows)))
+
+        assert (await asked).status == 201
+
+
 async def test_a_bug_that_has_changed_nothing_is_its_request_alone(
     redis_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

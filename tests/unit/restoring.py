@@ -8,7 +8,7 @@ import numpy as np
 from paramserver import checkpoint
 from paramserver.core.scheduler import io
 from paramserver.core.spec import ModelSpec
-from paramserver.errors import problem
+from paramserver.errors import PsError, problem
 from paramserver_scheduler.runtime import Answer
 
 from .scheduling import SPEC, Driver
@@ -20,17 +20,21 @@ class BlindRuntime:
     def __init__(self, d: Driver, kind: type, taken_in: bool) -> None:
         self.core, self.d = d.core, d
         self.kind, self.taken_in = kind, taken_in
+        self.stopped: PsError | None = None
 
     async def check_leads(self) -> None:
         """It does."""
 
     def send(self, event: io.Event) -> None:
-        """Handle an event that needs no reply."""
-        self.d.open[0] = event
-        self.d.do(event)
+        """Handle an event that needs no reply; does nothing once stopped."""
+        if self.stopped is None:
+            self.d.open[0] = event
+            self.d.do(event)
 
     async def ask(self, make: Any, *, changes: bool = False) -> Answer:
-        """Return the answer; raises `storage_unavailable` at events of that kind."""
+        """Return the answer; raises `storage_unavailable` at events of that kind, and `stopped` once that is set."""
+        if self.stopped is not None:
+            raise self.stopped
         away = isinstance(make(0), self.kind)
         if away and not self.taken_in:
             raise problem("storage_unavailable", "Redis does not answer")

@@ -79,7 +79,7 @@ def test_what_a_deleted_model_left_is_deleted_whoever_leads_by_then() -> None:
     """A new leader starts deleting a deleted model's keys again, unless all are reported deleted."""
     d = Driver.with_model(name="a.b")
     d.ask(lambda n: io.DeleteModel(n, "a.b"))
-    for doing in ([io.ForgetModel(ModelKey("a.b", 1), 4)], []):
+    for doing in ([io.ForgetModel(ModelKey("a.b", 1))], []):
         d.work.clear()
         d.restart()
         d.do(io.Tick())
@@ -561,10 +561,7 @@ def test_linear_scaling_makes_a_revision_of_each_join() -> None:
 
 
 def test_a_worker_may_ask_for_a_longer_lease() -> None:
-    """A worker may ask for a longer lease, such as for a person at a shell; a new leader honors it.
-
-    A lease out of range is refused.
-    """
+    """A worker may ask for a longer lease, such as for a person at a shell; a new leader honors it."""
     d = Driver.with_model(**SYNC)
     joined = d.ask(lambda n: io.JoinWorker(n, "m", "anna", lease_s=60))
     assert joined["lease_s"] == 60
@@ -575,9 +572,6 @@ def test_a_worker_may_ask_for_a_longer_lease() -> None:
     d.wait(10.0)
 
     assert [(w["worker"], w["alive"]) for w in d.core.read.workers("m", d.now)] == [("m/anna", True), ("m/ben", False)]
-    for odd in (1, 1e9, float("nan"), 10**400):
-        with pytest.raises(RequestError, match="lease_s"):
-            d.ask(lambda n, odd=odd: io.JoinWorker(n, "m", "eve", lease_s=odd))  # type: ignore[misc]
 
 
 def test_a_scheduler_that_stood_still_declares_nobody_dead_for_it() -> None:

@@ -6,6 +6,7 @@ import json
 import os
 import struct
 import sys
+import threading
 import weakref
 from collections.abc import Sequence
 from pathlib import Path
@@ -295,7 +296,7 @@ async def test_a_checkpoint_of_another_creation_is_not_restored_for_this_ones(tm
 
 async def test_a_model_created_while_the_checkpoint_is_read_is_not_restored_for_the_one_before(tmp_path: Path) -> None:
     """With `generation`, a restore sets that creation or none; the values of the next one of that name stay."""
-    d, shards = saved(tmp_path), Mock(restore=AsyncMock())
+    d, shards = saved(tmp_path), Mock(restore=AsyncMock(return_value={}))
     async with asyncio.TaskGroup() as group:
         jobs = with_runtime(d, tmp_path, group, others=Mock(), shards=shards)
         read = jobs._store.read
@@ -468,6 +469,40 @@ async def test_a_checkpoint_that_is_being_written_is_deleted_once_it_is_there(tm
     assert d.result(asked)["name"] == "mine"
     assert d.core.read.checkpoints("m") == []
     assert not (tmp_path / "checkpoints" / "m" / "mine").exists()
+
+
+async def test_a_checkpoint_that_is_being_read_is_deleted_once_it_is_restored(tmp_path: Path) -> None:
+    """The rule of `keep` deletes a checkpoint that is being read for a restore only once it has been read."""
+    d, store = Driver.with_model(partitions=1), CheckpointStore(tmp_path)
+    d.send(lambda n: io.RequestCheckpoint(n, "m", "mine"))
+    (effect,) = d.work
+    assert isinstance(effect, io.WriteCheckpoint)
+    store.write("m", "mine", effect.document, held(7))
+    d.do(io.CheckpointWritten(effect.model, "mine", 10, [7], scheduler="s"))
+    begun, removed, goes_on = asyncio.Event(), asyncio.Event(), threading.Event()
+    loop = asyncio.get_running_loop()
+
+    def slowly(*args: Any) -> Any:
+        loop.call_soon_threadsafe(begun.set)
+        assert goes_on.wait(20)
+        return store.read(*args)
+
+    async def remove(*args: Any) -> bool:
+        removed.set()
+        return True
+
+    async with asyncio.timeout(20), asyncio.TaskGroup() as group:
+        shards = Mock(restore=AsyncMock(return_value={}))
+        jobs = with_runtime(d, tmp_path, group, others=Mock(remove=remove), shards=shards)
+        jobs._store = cast(Any, Mock(read=slowly, remove=store.remove))
+        restoring = asyncio.ensure_future(jobs.restore("m", "mine", "m", None))
+        await begun.wait()
+        jobs.start(io.RemoveCheckpoint("m", "mine", effect.document["creation"]))
+        await asyncio.wait({asyncio.ensure_future(removed.wait())}, timeout=0.1)
+        goes_on.set()
+        assert (await restoring).status == 200
+
+    assert not store.exists("m", "mine")
 
 
 @pytest.mark.parametrize("checks", [0, 1])

@@ -3,7 +3,7 @@
 import asyncio
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import httpx
 import pytest
@@ -18,6 +18,7 @@ from paramserver_scheduler.checkpoints import CheckpointStore
 from paramserver_scheduler.leadership import Leadership
 from paramserver_scheduler.lease import Deposed, Lease, RedisDataLost
 from paramserver_scheduler.main import StopRequested, _lease_of, lead, wait_for_lease
+from paramserver_scheduler.store import StateStore
 
 
 class AskedLease:
@@ -67,6 +68,13 @@ class Stood:
             else:
                 answer.set_exception(error)
             return await leads
+
+
+async def test_a_leader_answers_nothing_before_its_first_renewal(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A leader may have been paused, and replaced, while it read the state: it asks before its first answer."""
+    s = Stood(monkeypatch)
+
+    assert await s.confirmed(Deposed("a newer scheduler leads")) is False
 
 
 async def test_an_answer_that_is_older_than_the_pause_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -205,6 +213,22 @@ async def test_a_pause_while_redis_is_asked_makes_the_answer_too_old(monkeypatch
         (await s.asked.get()).set_exception(Deposed("a newer scheduler leads"))
 
     assert await leads is False
+
+
+async def test_an_answer_about_a_term_that_the_leader_has_ended_itself_does_not_depose_it() -> None:
+    """A renewal may be executed after the leader has begun a new term on an emptied Redis: it is of the term before."""
+    redis = connect("redis://127.0.0.1:1/0")  # never asked
+    lease = Lease(redis, name="s", place="here", url="http://127.0.0.1:1")
+    store = StateStore(redis, lease)
+
+    async def renew(**_: Any) -> tuple[int, bytes, list[bytes]]:
+        store.begin_new_term()  # the first time only: the whole state is to be written then
+        return 0, b"", []
+
+    lease._renew_script = cast(Any, renew)
+    await lease.renew()
+    with pytest.raises(Deposed):
+        await lease.renew()
 
 
 async def test_a_scheduler_that_cannot_lead_says_why() -> None:

@@ -3,7 +3,6 @@
 from typing import Any
 
 import pytest
-from tests.refusals import refused_with
 
 from paramserver import limits
 from paramserver.core.scheduler import io
@@ -396,21 +395,6 @@ def test_load_moves_partitions_when_bytes_are_level() -> None:
         d.do(io.Tick())
     assert d.owners()[0] != d.owners()[2]
     assert sorted(str(s) for s in d.owners()) == ["s0", "s0", "s1", "s1"]
-
-
-def test_heartbeats_that_make_no_sense_are_refused() -> None:
-    """A shard's heartbeat with a malformed field is refused as `invalid_field`."""
-    d = Driver.with_model()
-    for wrong in (
-        {"released": [["m", 1, 0, 1, 2]]},
-        {"lost": [["m", 1, 0]]},
-        {"loads": [["m", 1, 0, "much"]]},
-        {"loads": [["m", 1, 0, float("nan")]]},
-        {"memory": {"limit_bytes": -1}},
-        {"memory": {"used_bytes": 0.5}},
-    ):
-        with refused_with("invalid_field"):
-            d.beat("s0", **wrong)
 
 
 def test_a_model_that_the_shards_have_no_memory_for_is_refused_with_figures() -> None:

@@ -13,13 +13,90 @@ from tests.refusals import refused_with
 from paramserver import checkpoint, limits
 from paramserver.core.scheduler import io
 from paramserver.core.spec import ModelSpec
-from paramserver.errors import InDoubt, PsError
+from paramserver.errors import InDoubt, PsError, problem
+from paramserver.types import ModelKey
 from paramserver_scheduler.checkpoints import CheckpointStore
 from paramserver_scheduler.jobs import Jobs
 from paramserver_scheduler.runtime import Answer
 
 from .restoring import BlindRuntime, saved
 from .scheduling import SPEC, Driver
+
+Places = dict[int, tuple[int, int]]
+
+
+def begin(d: Driver, mode: str, in_place: bool) -> ModelKey:
+    """Begin a restore of model `m`, into the one there is or into a new one."""
+    spec = SPEC | {"consistency": {"mode": mode}}
+    if in_place:
+        d.model(**spec)
+        d.ask(lambda n: io.StartRestore(n, "m"))
+    else:
+        d.send(lambda n: io.CreateModel(n, spec, "", restore=True))
+        d.beats()
+    return d.core.read.key("m")
+
+
+def places(d: Driver, key: ModelKey) -> Places:
+    """Return where a restore sets each partition now."""
+    return {i: d.core.read.place(key, i) for i in range(4)}
+
+
+@pytest.mark.parametrize("mode", ["async", "sync"])
+@pytest.mark.parametrize("in_place", [True, False])
+@pytest.mark.parametrize("back", [True, False])
+def test_a_restore_that_a_death_has_just_undone_does_not_end(mode: str, in_place: bool, back: bool) -> None:
+    """If an owner died after all was set, and before the core hears of it, the restore goes on until all is set again.
+
+    Also while the partitions of the dead shard have no owner, as none is alive.
+    """
+    d = Driver("s0", "s1") if back else Driver("s0")
+    key = begin(d, mode, in_place)
+    before = places(d, key)
+
+    if back:
+        d.shard("s0")
+    else:
+        for name, epoch in d.shards.items():
+            d.ask(lambda n, name=name, epoch=epoch: io.LeaveShard(n, name, epoch))  # type: ignore[misc]
+    with refused_with("conflict", match="lost values"):
+        d.ask(lambda n: io.RestoreFinished(n, key, places=before))
+    model = d.core._c.models["m"]
+    assert model.restoring if in_place else model.awaits_restore
+
+    d.shards.clear()
+    d.shard("s0")
+    d.shard("s1")
+    d.wait(3.0)
+    assert d.ask(lambda n: io.RestoreFinished(n, key, places=places(d, key)))["state"] == "ready"
+    assert not model.restoring
+
+
+@pytest.mark.parametrize("target", ["m", "copy"])
+async def test_what_a_death_undoes_just_before_the_end_is_set_again(tmp_path: Path, target: str) -> None:
+    """A restore sets all values again if an owner was replaced while the core was being told that all is set."""
+    d = saved(tmp_path)
+    sets: list[Places] = []
+
+    class Losing(BlindRuntime):
+        async def ask(self, make: Any, *, changes: bool = False) -> Answer:
+            if isinstance(make(0), io.RestoreFinished) and len(sets) == 1:
+                d.shard("s0")  # it was killed, and has joined again
+            return await super().ask(make)
+
+    async def set_all(key: ModelKey, states: Any, names: Any, owner: Any, place: Any) -> Places:
+        sets.append({i: place(i) for i in range(4)})
+        return sets[-1]
+
+    unused, runtime = Mock(), cast(Any, Losing(d, io.Tick, taken_in=True))
+    async with asyncio.TaskGroup() as group:
+        shards: Any = Mock(restore=set_all)
+        jobs = Jobs(runtime, CheckpointStore(tmp_path), unused, shards, unused, unused, group, "s")
+        await jobs.restore("m", "mine", target, None)
+
+    assert len(sets) == 2
+    assert sets[0] != sets[1] == places(d, d.core.read.key(target))
+    assert d.core.read.model(target)["state"] == "ready"
 
 
 async def test_many_states_are_restored_in_pieces(tmp_path: Path) -> None:
@@ -34,7 +111,7 @@ async def test_many_states_are_restored_in_pieces(tmp_path: Path) -> None:
 
     unused, runtime = Mock(), cast(Any, Noting(d, io.Tick, taken_in=True))
     async with asyncio.TaskGroup() as group:
-        shards = Mock(restore=AsyncMock())
+        shards = Mock(restore=AsyncMock(return_value={}))
         jobs = Jobs(runtime, CheckpointStore(tmp_path), unused, shards, unused, unused, group, "s")
         await jobs.restore("m", "mine", "m", None)
 
@@ -42,13 +119,34 @@ async def test_many_states_are_restored_in_pieces(tmp_path: Path) -> None:
     assert [d.join(w)["state"] for w in "abcd"] == [*states.values(), [4]]
 
 
+async def test_a_restore_for_an_optimizer_that_was_just_changed_sets_no_value(tmp_path: Path) -> None:
+    """If the model gets an optimizer with other arrays before its restore begins, that is refused and nothing stops."""
+    d = saved(tmp_path)
+
+    class Changing(BlindRuntime):
+        async def ask(self, make: Any, *, changes: bool = False) -> Answer:
+            if isinstance(make(0), io.StartRestore):
+                d.ask(lambda n: io.PatchModel(n, "m", {"optimizer": {"name": "adam"}}))
+            return await super().ask(make)
+
+    shards, unused, runtime = Mock(restore=AsyncMock()), Mock(), cast(Any, Changing(d, io.Tick, taken_in=True))
+    async with asyncio.TaskGroup() as group:
+        jobs = Jobs(runtime, CheckpointStore(tmp_path), unused, shards, unused, unused, group, "s")
+        with refused_with("conflict", match="optimizer"):
+            await jobs.restore("m", "mine", "m", None)
+
+    assert not shards.restore.called
+    assert not d.core._c.models["m"].restoring
+
+
 @pytest.mark.parametrize("target", ["m", "copy"])
 async def test_who_joins_while_values_are_restored_has_the_state_for_them(tmp_path: Path, target: str) -> None:
     """A worker that joins a model before all its restored values are set begins with its restored state."""
     d, joined = saved(tmp_path, a=[4]), []
 
-    async def set_all(*args: Any) -> None:
+    async def set_all(*args: Any) -> Places:
         joined.append(d.ask(lambda n: io.JoinWorker(n, target, "a"))["state"])
+        return {}
 
     unused, runtime = Mock(), cast(Any, BlindRuntime(d, io.Tick, taken_in=True))
     async with asyncio.TaskGroup() as group:
@@ -80,7 +178,7 @@ async def test_a_restore_that_redis_cuts_short_is_over(tmp_path: Path, kind: typ
     d = saved(tmp_path)
     unused, blind = Mock(), cast(Any, BlindRuntime(d, kind, taken_in))
     async with asyncio.TaskGroup() as group:
-        shards = Mock(restore=AsyncMock())
+        shards = Mock(restore=AsyncMock(return_value={}))
         jobs = Jobs(blind, CheckpointStore(tmp_path), unused, shards, unused, unused, group, "s")
         with pytest.raises(PsError, match="Redis"):
             await jobs.restore("m", "mine", "m", None)
@@ -94,7 +192,7 @@ async def test_a_creation_by_restore_that_redis_cuts_short_can_be_repeated(tmp_p
     d = saved(tmp_path)
     unused, blind = Mock(), cast(Any, BlindRuntime(d, io.CreateModel, taken_in))
     async with asyncio.TaskGroup() as group:
-        shards = Mock(restore=AsyncMock())
+        shards = Mock(restore=AsyncMock(return_value={}))
         jobs = Jobs(blind, CheckpointStore(tmp_path), unused, shards, unused, unused, group, "s")
         with pytest.raises(PsError, match="Redis"):
             await jobs.restore("m", "mine", "copy", None, exist_ok=False)
@@ -109,9 +207,10 @@ async def test_a_second_restore_does_not_end_the_first(tmp_path: Path) -> None:
     d = saved(tmp_path)
     begun, goes_on = asyncio.Event(), asyncio.Event()
 
-    async def set_all(*args: Any) -> None:
+    async def set_all(*args: Any) -> Places:
         begun.set()
         await goes_on.wait()
+        return {}
 
     unused, runtime = Mock(), cast(Any, BlindRuntime(d, io.Tick, taken_in=True))
     async with asyncio.TaskGroup() as group:
@@ -125,6 +224,27 @@ async def test_a_second_restore_does_not_end_the_first(tmp_path: Path) -> None:
             d.ask(lambda n: io.StartRestore(n, "m"))
         goes_on.set()
         assert (await first).status == 200
+
+
+@pytest.mark.parametrize("begun", [True, False])
+async def test_a_restore_is_in_doubt_once_begun_if_its_scheduler_stops(tmp_path: Path, begun: bool) -> None:
+    """A scheduler that stops hears of no end: a restore that has begun is in doubt, and no other has done anything."""
+    d, stopped = saved(tmp_path), problem("no_leader", "this scheduler is no longer the leader")
+    unused, runtime = Mock(), cast(Any, BlindRuntime(d, io.Tick, taken_in=True))
+
+    async def set_all(*args: Any) -> Places:
+        runtime.stopped = stopped
+        return {}
+
+    if not begun:
+        runtime.stopped = stopped
+    async with asyncio.TaskGroup() as group:
+        shards: Any = Mock(restore=set_all)
+        jobs = Jobs(runtime, CheckpointStore(tmp_path), unused, shards, unused, unused, group, "s")
+        with refused_with("in_doubt" if begun else "no_leader", match="no longer the leader"):
+            await jobs.restore("m", "mine", "m", None)
+
+    assert d.core._c.models["m"].restoring is begun
 
 
 async def test_who_waits_for_a_restore_is_told_when_its_scheduler_leads_no_more(tmp_path: Path) -> None:

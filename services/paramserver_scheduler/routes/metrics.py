@@ -25,9 +25,7 @@ async def report(request: Request, m: str) -> Response:
     beyond the maximum are left out, and so is what was measured in another `timeline` or creation of the model.
     """
     b = await read(request, bodies.Metrics)
-    return await reply(
-        request, lambda n: io.ReportMetrics(n, m, b.metrics, b.worker, b.clock, b.timeline, b.generation)
-    )
+    return await reply(request, lambda n: io.ReportMetrics(n, m, **vars(b)))
 
 
 @router.get(

@@ -58,9 +58,7 @@ async def join_shard(request: Request) -> Response:
             "invalid_field", f"addresses: {wrong} is the address of a scheduler", hint=hint, where="addresses"
         )
     other = request.query_params.get("redis_leader", lease.id) != lease.id
-    return await reply(
-        request, lambda n: io.JoinShard(n, b.name, b.addresses, b.version, redis_term=term, other_leader=other)
-    )
+    return await reply(request, lambda n: io.JoinShard(n, **vars(b), redis_term=term, other_leader=other))
 
 
 @router.put(
@@ -172,9 +170,7 @@ async def leave_shard(request: Request, name: str) -> Response:
 async def uploaded(request: Request, m: str) -> Response:
     """Report that all owners which lacked the initial values of a parameter now have them; with `partial`, some."""
     b = await read(request, bodies.Uploaded)
-    return await reply(
-        request, lambda n: io.ParameterUploaded(n, m, b.name, token=b.token, given=b.given, partial=b.partial)
-    )
+    return await reply(request, lambda n: io.ParameterUploaded(n, m, **vars(b)))
 
 
 @router.post(
@@ -206,10 +202,7 @@ async def restored(request: Request, m: str) -> Response:
     that is still on `timeline` begins a new one.
     """
     b = await read(request, bodies.Restored)
-    return await reply(
-        request,
-        lambda n: io.ModelRestored(n, m, b.generation, timeline=b.timeline, version=b.version, workers=b.workers),
-    )
+    return await reply(request, lambda n: io.ModelRestored(n, m, **vars(b)))
 
 
 @router.get(

@@ -44,21 +44,7 @@ async def create_run(request: Request) -> Response:
     while another run trains the model.
     """
     b = await read(request, bodies.Run)
-
-    def make(n: int) -> io.Event:
-        return io.CreateRun(
-            n,
-            b.model,
-            b.entry,
-            name=b.name,
-            args=b.args,
-            workers=b.workers,
-            stop=b.stop,
-            evaluate_every=b.evaluate_every,
-            checkpoint_every=b.checkpoint_every,
-        )
-
-    return await reply(request, make, lambda run: f"/runs/{run['id']}")
+    return await reply(request, lambda n: io.CreateRun(n, **vars(b)), lambda run: f"/runs/{run['id']}")
 
 
 @router.get("/runs", responses=response_doc(200, "Newest first", answers.Page[answers.Run]))
@@ -88,7 +74,7 @@ async def patch_run(request: Request, run: str) -> Response:
     Omitted fields stay as they are. 409 `conflict` for a run that has ended.
     """
     b = await read(request, bodies.RunPatch)
-    return await reply(request, lambda n: io.PatchRun(n, run, state=b.state, workers=b.workers, stop=b.stop))
+    return await reply(request, lambda n: io.PatchRun(n, run, **vars(b)))
 
 
 @router.post(
@@ -104,9 +90,7 @@ async def place_done(request: Request, run: str, place: int) -> Response:
     POST /runs says.
     """
     b = await read(request, bodies.PlaceDone)
-    return await reply(
-        request, lambda n: io.PlaceDone(n, run, place, b.member, b.epoch, error=b.error, attempt=b.attempt)
-    )
+    return await reply(request, lambda n: io.PlaceDone(n, run, place, **vars(b)))
 
 
 @router.post(
@@ -123,7 +107,7 @@ async def join_pool(request: Request) -> Response:
     assigned in the answers to heartbeats.
     """
     b = await read_optional(request, bodies.JoinPool)
-    return await reply(request, lambda n: io.JoinPool(n, b.name, b.allow), lambda p: f"/pool/{p['member']}")
+    return await reply(request, lambda n: io.JoinPool(n, **vars(b)), lambda p: f"/pool/{p['member']}")
 
 
 @router.get("/pool", responses=response_doc(200, "The pool", answers.Page[answers.PoolMember]))
@@ -148,7 +132,7 @@ async def pool_heartbeat(request: Request, member: str) -> Response:
     joined again.
     """
     b = await read(request, bodies.MemberHeartbeat)
-    return await reply(request, lambda n: io.PoolHeartbeat(n, member, b.epoch, b.metrics))
+    return await reply(request, lambda n: io.PoolHeartbeat(n, member, **vars(b)))
 
 
 @router.delete("/pool/{member:path}", status_code=204, responses=response_doc(204, "Left"))

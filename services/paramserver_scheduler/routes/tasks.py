@@ -30,20 +30,7 @@ async def register(request: Request, m: str) -> Response:
     than there is room for.
     """
     b = await read(request, bodies.Dataset)
-    return await reply(
-        request,
-        lambda n: io.RegisterDataset(
-            n,
-            m,
-            b.dataset,
-            size=b.size,
-            task_size=b.task_size,
-            ranges=b.ranges,
-            uri=b.uri,
-            assignment=b.assignment,
-            passes=b.passes,
-        ),
-    )
+    return await reply(request, lambda n: io.RegisterDataset(n, m, **vars(b)))
 
 
 @router.get("/tasks", responses=response_doc(200, "The datasets", answers.Page[answers.Dataset]))
@@ -82,19 +69,7 @@ async def lease(request: Request, m: str) -> Response:
     answer is the iteration to go on with on `timeline`: no barrier waits for a worker that waits for a range.
     """
     b = await read(request, bodies.Lease)
-    return await reply(
-        request,
-        lambda n: io.LeaseTask(
-            n,
-            m,
-            b.worker,
-            b.epoch,
-            dataset=b.dataset,
-            wait_s=b.wait_s,
-            holding=b.holding,
-            generation=b.generation,
-        ),
-    )
+    return await reply(request, lambda n: io.LeaseTask(n, m, **vars(b)))
 
 
 @router.post(
@@ -106,10 +81,7 @@ async def lease(request: Request, m: str) -> Response:
 async def done(request: Request, m: str, task: str) -> Response:
     """Report that a range is processed, or an evaluation made with these `metrics`; idempotent."""
     b = await read(request, bodies.TaskDone)
-    return await reply(
-        request,
-        lambda n: io.TaskDone(n, m, b.worker, b.epoch, task=task, metrics=b.metrics, generation=b.generation),
-    )
+    return await reply(request, lambda n: io.TaskDone(n, m, task=task, **vars(b)))
 
 
 @router.post(

@@ -43,9 +43,7 @@ async def join(request: Request, m: str) -> Response:
     """
     b = await read_optional(request, bodies.JoinWorker)
     return await reply(
-        request,
-        lambda n: io.JoinWorker(n, m, name=b.name, rank=b.rank, above=b.above, lease_s=b.lease_s, attempt=b.attempt),
-        lambda w: f"/models/{m}/workers/{quote(w['worker'])}",
+        request, lambda n: io.JoinWorker(n, m, **vars(b)), lambda w: f"/models/{m}/workers/{quote(w['worker'])}"
     )
 
 
@@ -103,21 +101,7 @@ async def heartbeat(request: Request, m: str, w: str) -> Response:
     since the join that returned this `generation`; `epoch` in the error is that of a later worker of this id, if any.
     """
     b = await read(request, bodies.WorkerHeartbeat)
-    return await reply(
-        request,
-        lambda n: io.WorkerHeartbeat(
-            n,
-            m,
-            w,
-            b.epoch,
-            clock=b.clock,
-            timeline=b.timeline,
-            metrics=b.metrics,
-            state=b.state,
-            since=b.since,
-            generation=b.generation,
-        ),
-    )
+    return await reply(request, lambda n: io.WorkerHeartbeat(n, m, w, **vars(b)))
 
 
 @router.delete("/workers/{w:path}", status_code=204, responses=response_doc(204, "Left"))
@@ -147,17 +131,4 @@ async def clock(request: Request, m: str) -> Response:
     is the iteration to work on next, which is beyond the reported one if the others went on without this worker.
     """
     b = await read(request, bodies.Clock)
-    return await reply(
-        request,
-        lambda n: io.ReportClock(
-            n,
-            m,
-            b.worker,
-            b.epoch,
-            clock=b.clock,
-            timeline=b.timeline,
-            wait_s=b.wait_s,
-            since=b.since,
-            generation=b.generation,
-        ),
-    )
+    return await reply(request, lambda n: io.ReportClock(n, m, **vars(b)))

@@ -197,7 +197,7 @@ class Cluster:
     def forget_model(self, key: ModelKey, partitions: int) -> None:
         """Delete the model's keys in Redis; the intent is stored first, so that a crash does not leave them behind."""
         self.save(f"gone:{key}", lambda: {"model": key.name, "generation": key.generation, "partitions": partitions})
-        self.perform(ForgetModel(key, partitions))
+        self.perform(ForgetModel(key))
 
     def forget_others(self) -> None:
         """Delete what Redis has of models that are gone: it has lost that they are, or a shard wrote when they went."""

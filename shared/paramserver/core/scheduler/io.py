@@ -267,9 +267,14 @@ class Publish(Struct, frozen=True):
       owner that holds it under that token or a higher one keeps its memory, adopts the new token and stores everything
       at once) and `{"source": ...}` (replaces the model's `source`).
     - `cut`: the newest clock stored on all partitions, null if none.
+    - `cut_asked`: the clock of the cut that is being made, null if none; with `cut_urgent`, to be stored at once.
     - `upload`: {"token","missing":[names],"lost":[partitions]} while initial values are incomplete, else null.
+    - `restored`: whether a restore has given it its first values, which cannot be drawn again.
     - `clock`: in sync the `t` of the next commit.
     - `began`: the clock at which the timeline began.  Entering sync begins one; partitions move to that clock.
+    - `opening`: whether that phase has yet to begin, with a commit that lists nothing.
+    - `commits`: the newest ones, as in `commit` documents; all that are kept in the state that a feed begins with.
+    - `workers`: {id: [epoch, rank]} of the live ones.
 
     A commit without contributions changes no value; it exists for its `cut`.
     """
@@ -324,7 +329,6 @@ class ForgetModel(Struct, frozen=True):
     """Delete every Redis key of the partitions of that generation; completed by `ModelForgotten`."""
 
     model: ModelKey
-    partitions: int
 
 
 class ForgetOthers(Struct, frozen=True):

@@ -25,7 +25,7 @@ from paramserver.core.scheduler.models import RESTORED, Model
 from paramserver.core.scheduler.owner import Owner
 from paramserver.core.scheduler.run_desk import RunDesk
 from paramserver.core.scheduler.shard_desk import ShardDesk
-from paramserver.core.scheduler.timeline import begin_sync, go_back
+from paramserver.core.scheduler.timeline import begin_sync, go_back, place
 from paramserver.core.scheduler.waiter import Waiter
 from paramserver.core.selection import select
 from paramserver.core.spec import ModelSpec, differences
@@ -283,6 +283,8 @@ class ModelDesk:
         model = self.c.model(e.model, e.generation)
         if model.restoring:
             raise problem("conflict", f"model '{model.name}' is already being restored")
+        if e.arrays not in (None, slot_names(model.spec.optimizer)):
+            raise problem("conflict", f"the optimizer of '{model.name}' was just changed", hint="restore it again")
         if model.checkpoints.reading_current:
             # A restore leaves the partitions' clocks as they are, so the clock could not tell which partitions the
             # checkpoint had read before it and which after.
@@ -311,6 +313,8 @@ class ModelDesk:
             raise problem("unknown_model", f"model '{e.model.name}' was deleted")
         if e.error is not None and not model.restoring and not model.awaits_restore:
             raise e.error  # that restore never began, or has already ended
+        if e.error is None and any(place(model, i) != at for i, at in e.places.items()):
+            raise _values_lost(model)
         if e.error is not None and model.awaits_restore and not model.creator:
             self.remove(model, e.error, now)
         else:
@@ -359,8 +363,7 @@ class ModelDesk:
         if model.timeline == e.timeline and (model.gate.sync or not model.ready):
             self._end_restore(model, e.version)
         elif e.timeline is not None and not model.ready:
-            detail = f"model '{model.name}' lost values while it was being restored"
-            raise problem("conflict", detail, hint="restore it again")
+            raise _values_lost(model)
         self.c.answer(e.request, self.c.public(model))
 
 
@@ -374,6 +377,12 @@ def _first(found: Iterable[str]) -> str:
     """Return the first few of these differences as one text."""
     told = list(islice(found, DIFFERENCES_MAX + 1))
     return "; ".join(told[:DIFFERENCES_MAX]) + ("; ..." if told[DIFFERENCES_MAX:] else "")
+
+
+def _values_lost(model: Model) -> PsError:
+    """Return the error for the end of a restore that a death has undone meanwhile."""
+    detail = f"model '{model.name}' lost values while it was being restored"
+    return problem("conflict", detail, hint="restore it again")
 
 
 def _not_served(model: Model, *, created: bool) -> PsError:

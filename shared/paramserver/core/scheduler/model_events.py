@@ -95,12 +95,15 @@ class StartRestore(Struct, frozen=True):
     sizes: Mapping[str, int] = {}
     """Worker name -> `size_of` the state that the restore brings it; refused at once if they do not fit (413)."""
     generation: int | None = None
+    arrays: tuple[str, ...] | None = None
+    """Names of the optimizer's arrays that it brings; 409 `conflict` if the model's optimizer has others by now."""
 
 
 class RestoreFinished(Struct, frozen=True):
     """Every partition was set, or `error` says why not. Answer 200 with the model document, or the error.
 
     Request 0: nobody waits for an answer. An error for a restore that never began or has already ended changes nothing.
+    409 `conflict` if what was set at one of `places` is gone: nothing has ended then, and all is to be set again.
     """
 
     request: int
@@ -108,6 +111,8 @@ class RestoreFinished(Struct, frozen=True):
     error: PsError | None = None
     version: int = 0
     """The checkpoint's version. In sync the first commit brings the model to it, unless it is already beyond."""
+    places: Mapping[int, tuple[int, int]] = {}
+    """Partition -> `timeline.place` at which it was set; those not listed are not checked."""
 
 
 class ModelRestored(Struct, frozen=True):

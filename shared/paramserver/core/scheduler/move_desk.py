@@ -232,7 +232,7 @@ class MoveDesk:
             self.c.place_changed(model)
             self.c.shards[shard].released_s = now
 
-    def loads(self, shard: str, rows: Sequence[tuple[Any, ...]]) -> None:
+    def loads(self, shard: str, rows: Sequence[Sequence[Any]]) -> None:
         """Update the load, in bytes per second, of that shard's partitions; those not listed have none."""
         reported = {(name, generation, index): float(load) for name, generation, index, load in rows}
         for model in self.c.models.values():

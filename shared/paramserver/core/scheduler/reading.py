@@ -10,6 +10,7 @@ from paramserver.core.scheduler.cluster import Cluster
 from paramserver.core.scheduler.membership import JOIN_FIRST, Holder, Worker
 from paramserver.core.scheduler.models import Model
 from paramserver.core.scheduler.series import Point, in_json
+from paramserver.core.scheduler.timeline import place
 from paramserver.core.spec import ModelSpec
 from paramserver.errors import problem
 from paramserver.types import ModelKey
@@ -97,9 +98,8 @@ class Reading:
         return self._c.created(key).spec
 
     def place(self, key: ModelKey, index: int) -> tuple[int, int]:
-        """(timeline, owner token) of a partition of that creation of a model; raises like `spec`."""
-        model = self._c.created(key)
-        return model.timeline, model.owners[index].token
+        """The `timeline.place` of a partition of that creation of a model; raises like `spec`."""
+        return place(self._c.created(key), index)
 
     def owner(self, key: ModelKey, index: int) -> str:
         """Base URL of the shard that owns a partition; raises Unavailable while none does, else like `spec`."""

@@ -1,11 +1,12 @@
 """Shards: joins, reports and deaths; ownership of partitions, completion of cuts, refilling of an emptied Redis."""
 
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import starmap
 from math import inf
 from typing import Any, Final
 
 from paramserver import limits
-from paramserver.core.fields import finite, is_name
+from paramserver.core.fields import is_name
 from paramserver.core.heartbeat_rows import CutRow, LostRow, ReleasedRow, ServedRow
 from paramserver.core.scheduler.balance import COPIES
 from paramserver.core.scheduler.cluster import Cluster
@@ -315,32 +316,28 @@ class ShardDesk:
 
     def heartbeat(self, e: ShardHeartbeat, now: float) -> None:
         shard = self.c.joined_shard(e.name, e.epoch)
-        served = [ServedRow(*_checked(r, 9, "partitions")) for r in e.partitions]
-        cuts = [CutRow(*_checked(r, 5, "cuts")) for r in e.cuts]
-        released = [ReleasedRow(*_checked(r, 6, "released")) for r in e.released]
-        lost = [LostRow(*_checked(r, 4, "lost")) for r in e.lost]
-        loads = [_checked(_load_row(r), 4, "loads") for r in e.loads]
         shard.heard_s = now
         self._unheard.discard(e.name)
         shard.metrics = e.metrics
-        shard.memory_limit_bytes, shard.memory_used_bytes = _memory(e.memory)
-        for row in served:
+        shard.memory_limit_bytes = e.memory.get("limit_bytes", 0)
+        shard.memory_used_bytes = e.memory.get("used_bytes", 0)
+        for row in starmap(ServedRow, e.partitions):
             model = self.c.owned(e.name, row)
             if model is not None:
                 self._served(model, row, now)
-        for cut in cuts:
+        for cut in starmap(CutRow, e.cuts):
             model = self.c.owned(e.name, cut)
             if model is None or cut.clock != model.cuts.pending:
                 continue
             if model.cuts.stored(cut.partition, len(model.owners), now):
                 self.c.save_clock(model)
                 self.c.model_changed(model)  # once told of it, owners keep this cut until the next is complete
-        self.moves.released(e.name, released, now)
-        self.moves.loads(e.name, loads)
+        self.moves.released(e.name, list(starmap(ReleasedRow, e.released)), now)
+        self.moves.loads(e.name, e.loads)
         self.moves.storage_of(shard, e.metrics.get("redis_away") is True, now)
         if shard.storage_away and now - shard.storage_away_s >= limits.LEASE_S:
             self._take_from(shard)
-        self._lost(e.name, lost)
+        self._lost(e.name, list(starmap(LostRow, e.lost)))
         self.c.answer_now(e.request, {"state": shard.state})
 
     def _served(self, model: Model, row: ServedRow, now: float) -> None:
@@ -466,30 +463,3 @@ def _held(model: Model, shards: Sequence[str]) -> dict[str, int]:
         if owner.shard in held:
             held[owner.shard] += model.bytes_of(i)
     return held
-
-
-def _checked(row: Any, length: int, where: str) -> tuple[Any, ...]:
-    if (
-        not isinstance(row, list | tuple)
-        or len(row) != length
-        or not isinstance(row[0], str)
-        or not all([type(n) is int for n in row[1:]])
-    ):
-        detail = f"{where}: each must be a list of {length} values: a model name, then integers"
-        raise problem("invalid_field", detail, where=where)
-    return tuple(row)
-
-
-def _load_row(row: Any) -> Sequence[Any]:
-    """Return the row with its last value, which may be a fraction, rounded; () if it is not valid."""
-    if isinstance(row, Sequence) and len(row) == 4 and finite(row[3]):
-        return [*row[:3], round(row[3])]
-    return ()
-
-
-def _memory(value: Any) -> tuple[int, int]:
-    """Return (limit, used) in bytes from a heartbeat; 0 for one that it does not report."""
-    limit, used = (value.get(k, 0) if isinstance(value, Mapping) else 0 for k in ("limit_bytes", "used_bytes"))
-    if not all(isinstance(n, int) and not isinstance(n, bool) and n >= 0 for n in (limit, used)):
-        raise problem("invalid_field", "memory: must be whole numbers of bytes", where="memory")
-    return limit, used

@@ -6,6 +6,15 @@ from paramserver.core.scheduler.cluster import Cluster
 from paramserver.core.scheduler.models import Model
 
 
+def place(model: Model, index: int) -> tuple[int, int]:
+    """Where a restore sets a partition: (the model's timeline, the owner's token, or 0 while there is no owner).
+
+    What was set there is gone once these have changed.
+    """
+    owner = model.owners[index]
+    return model.timeline, owner.token if owner.shard is not None else 0
+
+
 def restart(cluster: Cluster, model: Model, clock: int, *, opening: bool) -> None:
     """Begin a new timeline at that clock; staged gradients and done reports of the old one no longer count.
 

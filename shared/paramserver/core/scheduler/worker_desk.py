@@ -7,7 +7,7 @@ from msgspec.structs import replace
 
 from paramserver import limits
 from paramserver.core.commit import Commit
-from paramserver.core.fields import INTEGER_MAX, WORKER_NAME, finite, is_integer
+from paramserver.core.fields import WORKER_NAME
 from paramserver.core.scheduler.cluster import Cluster
 from paramserver.core.scheduler.documents import check_document, size_of
 from paramserver.core.scheduler.io import (
@@ -30,25 +30,6 @@ from paramserver.core.settings import model_settings_document
 from paramserver.errors import FencedError, PsError, problem, validating
 
 COMMITS_PER_EVENT: Final = 64
-RANK_MAX: Final = (1 << 31) - 1
-
-
-def _count(value: Any, where: str, high: int = INTEGER_MAX - 1) -> None:
-    if not is_integer(value, 0, high):
-        raise problem("invalid_field", f"{where}: must be an integer from 0 to {high}", where=where)
-
-
-def _lease_s(value: Any) -> float:
-    """Return the lease that a worker asks for; raises RequestError (`invalid_field`) outside the allowed range."""
-    if value is None:
-        return limits.LEASE_S
-    if not finite(value) or not limits.LEASE_S <= value <= limits.WORKER_LEASE_S_MAX:
-        raise problem(
-            "invalid_field",
-            f"lease_s: must be from {limits.LEASE_S:g} to {limits.WORKER_LEASE_S_MAX:g} seconds, not {value!r:.40}",
-            where="lease_s",
-        )
-    return float(value)
 
 
 class WorkerDesk:
@@ -62,11 +43,6 @@ class WorkerDesk:
 
     def join(self, e: JoinWorker, now: float) -> None:
         model = self.c.model(e.model)
-        if e.rank is not None:
-            _count(e.rank, "rank", RANK_MAX)
-        if e.above is not None:
-            _count(e.above, "above", INTEGER_MAX // 2)  # leaves epochs for all joins after it
-        lease_s = _lease_s(e.lease_s)
         name, count = self._name(model, e.name, e.attempt)
         self._clear_rank(model, name, e.rank)
         rank = model.roster.choose_rank(name, e.rank)
@@ -76,7 +52,7 @@ class WorkerDesk:
         clock = model.gate.join_clock(model.roster)
         worker, forgotten = model.roster.join(name, rank, e.above or 0, clock, model.timeline, now)
         model.worker_count = count
-        worker.lease_s, worker.attempt = lease_s, e.attempt
+        worker.lease_s, worker.attempt = limits.LEASE_S if e.lease_s is None else e.lease_s, e.attempt
         for gone in forgotten:
             self.c.drop(f"worker:{model.name}:{gone}")
         if e.name is None or forgotten:
@@ -269,8 +245,6 @@ class WorkerDesk:
         model = self.c.model(e.model)
         with validating():
             metrics = check_metrics(e.metrics)
-        if e.clock is not None:
-            _count(e.clock, "clock")
         if e.generation not in (None, model.generation) or e.timeline not in (None, model.timeline):
             metrics = {}  # of values that may be gone
         name = e.worker if e.worker in model.roster.workers else ""

@@ -11,10 +11,10 @@ from paramserver.types import Json
 class JoinWorker(Struct, frozen=True):
     """POST /models/{m}/workers.
 
-    Answer 201 {"worker","epoch","rank","lease_s","clock","timeline","generation","state","first"}.  The id is
+    Answer 201 {"worker","epoch","rank","lease_s","clock","timeline","generation","state","asked","first"}.  The id is
     `{m}/{name}`; a name with a '/' is used as it is (an id issued before, `run-7/w0`); without a name it is `{m}/wN`.
-    `state` is the last `state` that the previous incarnation under that id sent, or null.  `first` says whether its
-    rank is the lowest of the live workers'.
+    `state` is the last `state` that the previous incarnation under that id sent, or null.  `asked` is what it is asked
+    to be, the `state` of the answer to a heartbeat.  `first` says whether its rank is the lowest of the live workers'.
     """
 
     request: int
