@@ -25,6 +25,10 @@ from paramserver.types import ModelKey, PartitionKey, Token, make_token
 
 FLOORS_MAX: Final = 64
 """Deleted models whose workers' epochs are remembered by name; stored with the cluster's document."""
+STORED: Final = tuple(
+    "id map_epoch generations run_count member_count shard_floor member_floor worker_floor worker_floors".split()
+)
+"""What the stored field `cluster` has of a `Cluster`."""
 
 
 @dataclass
@@ -464,14 +468,4 @@ class Cluster:
 
     def stored(self) -> dict[str, Any]:
         """The stored field `cluster`."""
-        return {
-            "id": self.id,
-            "map_epoch": self.map_epoch,
-            "generations": self.generations,
-            "run_count": self.run_count,
-            "member_count": self.member_count,
-            "shard_floor": self.shard_floor,
-            "member_floor": self.member_floor,
-            "worker_floor": self.worker_floor,
-            "worker_floors": self.worker_floors,
-        }
+        return {name: getattr(self, name) for name in STORED}
