@@ -339,7 +339,7 @@ class WorkerDesk:
             if not model.commits or model.commits[-1][1].revision != commit.revision:
                 commit = replace(commit, settings=model_settings_document(model.spec, model.revision))
             if commit.cut:
-                model.begin_cut(now)
+                model.cuts.begin(model.gate.clock, now)
             model.last_commit_s = now
             model.commits.append((now, commit))
             self.c.save_commit(model, commit)
@@ -348,7 +348,7 @@ class WorkerDesk:
             self._prune(model, now)
             self.c.save_clock(model)
         elif model.needs_idle_cut(now):
-            model.begin_cut(now, urgent=model.cuts.wanted_now)
+            model.cuts.begin(model.gate.clock, now, urgent=model.cuts.wanted_now)
             model.cuts.wanted_now = False
             self.c.save_clock(model)
             self.c.model_changed(model)
