@@ -274,15 +274,10 @@ class Model:
 
     def unpark(self, waiter: Waiter, now: float) -> None:
         """Note that a long poll of its worker has ended; until now it kept the worker alive."""
-        worker = self.worker_of(waiter)
-        if worker is not None:
+        worker = self.roster.workers.get(waiter.worker)
+        if worker is not None and worker.epoch == waiter.epoch:  # else a later incarnation has replaced it
             worker.open_polls -= 1
             worker.heard_s = now
-
-    def worker_of(self, waiter: Waiter) -> Worker | None:
-        """The worker incarnation that parked the request, dead or alive; None if it has been replaced."""
-        worker = self.roster.workers.get(waiter.worker)
-        return worker if worker is not None and worker.epoch == waiter.epoch else None
 
     @property
     def awaits_evaluation(self) -> bool:

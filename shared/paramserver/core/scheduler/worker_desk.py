@@ -25,7 +25,7 @@ from paramserver.core.scheduler.membership import JOIN_FIRST, Worker, expired
 from paramserver.core.scheduler.models import Model
 from paramserver.core.scheduler.run_desk import RunDesk
 from paramserver.core.scheduler.series import check_metrics, check_points
-from paramserver.core.scheduler.waiter import Waiter, not_a_member
+from paramserver.core.scheduler.waiter import Waiter
 from paramserver.core.settings import model_settings_document
 from paramserver.errors import FencedError, PsError, problem, validating
 
@@ -387,10 +387,12 @@ class WorkerDesk:
             return
         low = model.gate.min_clock(model.roster)
         for w in list(model.clock_waiters):
-            worker = model.worker_of(w)
-            if worker is None or not worker.alive:
-                self.c.answer_waiter(model, w, not_a_member(w, model.roster), now)
-            elif worker.timeline != model.timeline:
+            try:
+                worker = model.roster.find(w.worker, w.epoch)
+            except PsError as fenced:
+                self.c.answer_waiter(model, w, fenced, now)
+                continue
+            if worker.timeline != model.timeline:
                 worker.timeline = model.timeline
                 self.c.answer_waiter(model, w, self._rolled_back(model, worker), now)
             else:
