@@ -2,7 +2,7 @@
 
 from typing import Any, Final
 
-from paramserver.core.fields import is_name
+from paramserver.core.fields import check_name
 from paramserver.core.scheduler.checkpoints import ALIASES, IDLE_S, PendingCheckpoint, Record, no_checkpoint
 from paramserver.core.scheduler.cluster import Cluster
 from paramserver.core.scheduler.io import (
@@ -34,8 +34,8 @@ class CheckpointDesk:
 
     def request(self, e: RequestCheckpoint, now: float) -> None:
         model = self.c.model(e.model, e.generation)
-        if e.name is not None and not is_name(e.name):
-            raise problem("invalid_field", f"name: {e.name!r:.80} is not allowed for a checkpoint", where="name")
+        if e.name is not None:
+            check_name(e.name, " for a checkpoint")
         if e.name in ALIASES:
             what = "the newest checkpoint" if e.name == "latest" else "the checkpoint whose metric was best"
             raise problem(

@@ -5,7 +5,7 @@ from math import inf
 from typing import Any, Final
 
 from paramserver import limits
-from paramserver.core.fields import finite, is_name
+from paramserver.core.fields import check_name, finite
 from paramserver.core.heartbeat_rows import CutRow, LostRow, ReleasedRow, ServedRow
 from paramserver.core.scheduler.balance import COPIES
 from paramserver.core.scheduler.cluster import Cluster
@@ -43,8 +43,7 @@ class ShardDesk:
         """inf once everything has been placed.  At first for partitions that the last leader left waiting."""
 
     def join(self, e: JoinShard, now: float) -> None:
-        if not is_name(e.name):
-            raise problem("invalid_field", f"name: {e.name!r:.80} is not allowed for a shard", where="name")
+        check_name(e.name, " for a shard")
         addresses = _addresses(e.addresses)
         self._check_redis(e)
         old = self.c.shards.get(e.name)
