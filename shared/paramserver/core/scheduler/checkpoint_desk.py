@@ -139,14 +139,14 @@ class CheckpointDesk:
 
     def read(self, e: CheckpointRead, now: float) -> None:
         """Let commits, cuts and moves go on while the files are written."""
-        model = self.c.of_key(e.model.name, e.model.generation)
+        model = self.c.of_key(e.model)
         if model is not None and model.checkpoints.reading and model.checkpoints.pending[0].written == e.name:
             model.checkpoints.pending[0].read, model.checkpoints.reading_current = True, False
             self.c.unbalanced = True
             self.c.mark_dirty(model)
 
     def written(self, e: CheckpointWritten, now: float) -> None:
-        model = self.c.of_key(e.model.name, e.model.generation)
+        model = self.c.of_key(e.model)
         pending = self._finish(model, e.name, now) if model is not None else None
         if model is None or pending is None or pending.void:
             self.c.perform(RemoveCheckpoint(e.model.name, e.name, e.creation))
@@ -175,7 +175,7 @@ class CheckpointDesk:
             self.c.answer(request, record.document(), 201)
 
     def failed(self, e: CheckpointFailed, now: float) -> None:
-        model = self.c.of_key(e.model.name, e.model.generation)
+        model = self.c.of_key(e.model)
         pending = self._finish(model, e.name, now) if model is not None else None
         if e.taken and model is not None and pending is not None and pending.name is None:
             pending.written, pending.void = None, False

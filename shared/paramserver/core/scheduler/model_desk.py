@@ -263,7 +263,7 @@ class ModelDesk:
             self.c.model_changed(model)
 
     def files_loaded(self, e: FilesLoaded, now: float) -> None:
-        model = self.c.of_key(e.model.name, e.model.generation)
+        model = self.c.of_key(e.model)
         if model is None:
             return
         again, model.reading, model.read_again = model.read_again, False, False
@@ -306,7 +306,7 @@ class ModelDesk:
         self.c.answer(e.request, self.c.public(model))
 
     def finish_restore(self, e: RestoreFinished, now: float) -> None:
-        model = self.c.of_key(e.model.name, e.model.generation)
+        model = self.c.of_key(e.model)
         if model is None:
             raise problem("unknown_model", f"model '{e.model.name}' was deleted")
         if e.error is not None and not model.restoring and not model.awaits_restore:

@@ -77,8 +77,8 @@ class WorkerDesk:
         worker, forgotten = model.roster.join(name, rank, e.above or 0, clock, model.timeline, now)
         model.worker_count = count
         worker.lease_s, worker.attempt = lease_s, e.attempt
-        for gone in forgotten:
-            self.c.drop(f"worker:{model.name}:{gone}")
+        if forgotten:
+            self.c.drop(f"worker:{model.name}:{forgotten}")
         if e.name is None or forgotten:
             self.c.save_model(model)
         self.c.save_worker(model, worker)
