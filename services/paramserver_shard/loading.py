@@ -10,16 +10,13 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, Final
 
-from paramserver.core.layout import Layout
-from paramserver.core.optimizer import initial_slots, slot_names
-from paramserver.core.partition_state import LoadedState, PartitionState
-from paramserver.core.shard import initial
+from paramserver.core.partition_state import LoadedState
 from paramserver.core.shard.effects import LoadPartition, Task
 from paramserver.core.shard.events import TaskResult
+from paramserver.core.shard.initial import first_state, has_assigned_values
 from paramserver.core.shard.replay import replay
-from paramserver.core.spec import ModelSpec
 from paramserver.errors import CorruptState, PsError, problem
-from paramserver.types import F32, PartitionKey, Token
+from paramserver.types import PartitionKey, Token
 from paramserver_shard.buffers import BufferPool, unavailable_if_full
 from paramserver_shard.computing import compute
 from paramserver_shard.journal import Journal
@@ -27,8 +24,6 @@ from paramserver_shard.snapshot_store import SnapshotStore
 
 log = logging.getLogger("paramserver.shard")
 
-ASSIGNED_KINDS: Final = ("upload", "file")
-"""Kinds of initial values that reach the owner later, as an assignment."""
 LOADS_AT_ONCE: Final = 64
 """Partitions that ask Redis at the same time; each has a connection, and a shard may be given thousands at once."""
 REPLAYS_AT_ONCE: Final = 8
@@ -113,7 +108,7 @@ class Loader:
         if errors:
             details = "; ".join(e.detail for e in errors)
             raise problem("corrupt_state", f"partition {effect.key} cannot be restored: {details}")
-        if effect.source != "init" and _has_assigned_values(effect):
+        if effect.source != "init" and has_assigned_values(effect):
             raise _never_stored(effect)
         return first
 
@@ -125,7 +120,7 @@ class Loader:
                 return loaded
         if manifest:
             raise problem("corrupt_state", f"the cut at clock {clock} of partition {key} cannot be restored")
-        if _has_assigned_values(effect):
+        if has_assigned_values(effect):
             raise _never_stored(effect)
         return await self._first(effect)
 
@@ -152,7 +147,7 @@ class Loader:
         return await self._submit(work)
 
     async def _first(self, effect: LoadPartition) -> LoadedState:
-        work = partial(first_state, effect.spec, effect.layout, effect.key.index, partial(self._pool.take, shared=True))
+        work = partial(first_state, effect, partial(self._pool.take, shared=True))
         if effect.layout.partition_size(effect.key.index) <= FIRST_INLINE_MAX:
             return work()
         return await self._submit(work)
@@ -161,31 +156,3 @@ class Loader:
 def _never_stored(effect: LoadPartition) -> PsError:
     """The error for initial values that cannot be generated again; heartbeats report it to the scheduler (`lost`)."""
     return problem("corrupt_state", f"partition {effect.key}: its initial values were never stored", never_stored=True)
-
-
-def first_state(spec: ModelSpec, layout: Layout, index: int, take: Callable[[int], F32]) -> LoadedState:
-    """Make version 0 of a partition: initial values, fresh optimizer state, step counts of 0.
-
-    Parameters of kind `upload` and `file` are zero until their values are assigned.  `take` returns an uninitialized
-    array of so many elements.
-    """
-    values = take(layout.partition_size(index))
-    base = layout.bounds[index]
-    for segment in layout.segments[index]:
-        param = spec.params[segment.param]
-        into = values[segment.start : segment.stop]
-        if param.init.kind in ASSIGNED_KINDS or param.init.kind == "zeros":
-            into.fill(0.0)
-        else:
-            offset = base - layout.offsets[param.name][0]
-            into[:] = initial.draw(param, segment.start + offset, segment.stop + offset)
-    state = PartitionState(values, initial_slots(spec.optimizer, values), (0,) * len(layout.segments[index]))
-    return LoadedState(state, memory={"slots": list(slot_names(spec.optimizer))})
-
-
-def _has_assigned_values(effect: LoadPartition) -> bool:
-    """Whether the partition has assigned or restored initial values, which cannot be drawn again."""
-    if effect.restored:
-        return True
-    segments = effect.layout.segments[effect.key.index]
-    return any(effect.spec.params[s.param].init.kind in ASSIGNED_KINDS for s in segments)

@@ -15,10 +15,9 @@ from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
 from paramserver import kernels
-from paramserver.core.fields import MODEL_NAME_HINT, is_name
+from paramserver.core.fields import check_name
 from paramserver.core.shard.core import ShardCore
 from paramserver.core.urls import listed_urls
-from paramserver.errors import problem
 from paramserver.kernels import sockets
 from paramserver.limits import MIB, SHARED_BYTES_MAX, STAGED_BYTES_MAX
 from paramserver_node import redis as node_redis
@@ -136,8 +135,7 @@ def assemble(
     own_credentials = credentials(settings)
     clock = asyncio.get_running_loop().time
     name = settings.name or f"{socket.gethostname()}-{settings.port}"
-    if not is_name(name):
-        raise problem("invalid_field", f"name: {name!r:.80} is not allowed for a shard", hint=MODEL_NAME_HINT)
+    check_name(name, " for a shard")
     addresses = listed_urls(settings.advertise)
     addresses = addresses or [url_of(settings.host, settings.port, tls=bool(settings.tls_certificate))]
     folder = SharedFolder.open(settings.shared_memory, name, SHARED_BYTES_MAX)

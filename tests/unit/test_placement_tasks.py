@@ -7,7 +7,7 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given, settings
 
-from paramserver.core.scheduler.shard_desk import assign
+from paramserver.core.scheduler.placement import assign
 from paramserver.core.scheduler.tasks import Dataset, DatasetSpec, RangeSet, parse_task
 from paramserver.errors import NotFoundError, RequestError
 

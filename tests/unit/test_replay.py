@@ -19,11 +19,12 @@ from paramserver.core.partition_state import HeldPart, LoadedState
 from paramserver.core.ranges import of_pairs
 from paramserver.core.shard.effects import LoadPartition
 from paramserver.core.shard.events import AssignPart, PushPart, PushReceived, RosterChanged, SetReceived, WorkerAnswered
+from paramserver.core.shard.initial import first_state
 from paramserver.core.shard.journal import JournalEntry
 from paramserver.core.shard.replay import Replay, replay
 from paramserver.core.spec import ModelSpec
 from paramserver.errors import CorruptState, PsError
-from paramserver.testing.shard_driver import InMemoryStore, ShardDriver, first_state, loaded, perform
+from paramserver.testing.shard_driver import InMemoryStore, ShardDriver, loaded, perform
 from paramserver.types import F32, ModelKey, PartitionKey, PushId
 from paramserver.wire.tensor import slice_crc
 
@@ -123,7 +124,7 @@ class Session:
         self.driver.serve(start, workers=ROSTER)
         self.seq = 0
         effect = LoadPartition(KEY, 1, "init", start, Layout(start))
-        self.recording = Recording(start, first_state(effect), self.store.written)
+        self.recording = Recording(start, first_state(effect, lambda n: np.empty(n, np.float32)), self.store.written)
         self.look()
 
     @property

@@ -1,13 +1,32 @@
-"""Creating a model that exists already, and how long the upload of a new one's values may take."""
+"""Names, creating a model that exists already, and how long the upload of a new one's values may take."""
 
+from collections.abc import Callable
 from typing import Any
 
+import pytest
 from tests.refusals import refused_with
 
 from paramserver import limits
 from paramserver.core.scheduler import io
+from paramserver.errors import RequestError
 
 from .scheduling import SPEC, Driver
+
+NAMED: dict[str, Callable[[int, Any], io.Event]] = {
+    "shard": lambda n, name: io.JoinShard(n, name, ["http://s9:1"]),
+    "pool member": lambda n, name: io.JoinPool(n, name),
+    "run": lambda n, name: io.CreateRun(n, "m", "package.module:function", name),
+    "checkpoint": lambda n, name: io.RequestCheckpoint(n, "m", name),
+}
+
+
+@pytest.mark.parametrize("name", ["", "a b", "-a", "a/b", "ä", "a" * 65, 3])
+@pytest.mark.parametrize("what", NAMED)
+def test_a_name_that_is_not_allowed_is_refused_with_what_is(what: str, name: Any) -> None:
+    """A shard, a pool member, a run or a checkpoint of a name that is not allowed is told what a name may be."""
+    d = Driver.with_model()
+    with refused_with("invalid_field", RequestError, match=r"^name: .* is not allowed.*letters, digits"):
+        d.ask(lambda n: NAMED[what](n, name))
 
 
 def test_a_model_whose_settings_have_changed_is_the_same_to_who_creates_it_again() -> None:

@@ -383,7 +383,7 @@ class Owners(RuleBasedStateMachine):
         live = {s["name"] for s in self.leader.core.read.shards(self.now) if s["alive"]}
         for p in self.leader.core.read.model("m")["partitions"]:
             # Shards that stopped together are waited for, at most `GATHER_MAX_S`, before anything is placed.
-            gathering = isfinite(self.leader.core._shards._expected_since_s)
+            gathering = isfinite(self.leader.core._shards.placement._since_s)
             assert p["shard"] in live or (p["shard"] is None and (not live or gathering))
             if p["shard"] is not None:
                 assert self.redis.tokens[p["index"]] == p["incarnation"]

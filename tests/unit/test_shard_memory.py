@@ -12,12 +12,13 @@ import pytest
 from paramserver.core.layout import Layout
 from paramserver.core.partition_state import Capture, HeldPart
 from paramserver.core.ranges import of_pairs
+from paramserver.core.shard.effects import LoadPartition
+from paramserver.core.shard.initial import first_state
 from paramserver.core.spec import ModelSpec
 from paramserver.errors import RequestError
 from paramserver.types import ModelKey, PartitionKey
 from paramserver_shard.arrays import npy_header, read_npy
 from paramserver_shard.buffers import IDLE_S, PAGE_BYTES, SMALL_BYTES, BufferPool
-from paramserver_shard.loading import first_state
 from paramserver_shard.snapshot_format import from_stored, to_stored
 
 COUNT = SMALL_BYTES  # elements of four bytes each: four times the smallest size that is pooled
@@ -144,10 +145,10 @@ def test_a_capture_survives_being_stored() -> None:
             "partitions": 2,
         }
     )
-    layout = Layout(spec)
-    first = first_state(spec, layout, 1, lambda n: np.empty(n, np.float32))
-    held = HeldPart("w0", 1, -1, 7, (3, 9), 0.5, of_pairs([(0, 2)]), np.array([1, 2], np.uint16), "bfloat16")
     key = PartitionKey(ModelKey("m", 1), 1)
+    layout = Layout(spec)
+    first = first_state(LoadPartition(key, 9, "init", spec, layout), lambda n: np.empty(n, np.float32))
+    held = HeldPart("w0", 1, -1, 7, (3, 9), 0.5, of_pairs([(0, 2)]), np.array([1, 2], np.uint16), "bfloat16")
     capture = Capture(key, 9, 4, 0, first.state, {"windows": [["w0", 1, 3]]}, (held,))
     head, arrays = to_stored(capture)
     back = from_stored(head, [a.copy() for a in arrays])

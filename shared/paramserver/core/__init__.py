@@ -1,1 +1,1 @@
-"""The decision logic of shard, scheduler and client: pure objects without I/O, clocks or randomness."""
+"""The decision logic of shard and scheduler, and what it shares with the client: no I/O, clocks or randomness."""

@@ -1,6 +1,6 @@
 """Commits of synchronous models: decided by the scheduler, stored, published, and applied by every shard."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Self
 
 from msgspec import Struct
@@ -16,6 +16,11 @@ class Contribution(Struct, frozen=True):
     epoch: int
     rank: int
     clock: int
+
+    @classmethod
+    def of(cls, row: Sequence[Any]) -> Self:
+        """The contribution that a row of a record or a journal describes; an earlier version wrote a 1 behind it."""
+        return cls(*row[:4])
 
 
 class Commit(Struct, frozen=True):
@@ -34,7 +39,7 @@ class Commit(Struct, frozen=True):
 
     @property
     def rows(self) -> list[list[Any]]:
-        """The contributions as records and journals have them: [worker, epoch, rank, clock] (once with a 1 behind)."""
+        """The contributions as records and journals have them: [worker, epoch, rank, clock]."""
         return [list(astuple(c)) for c in self.contributions]
 
     def document(self, model: ModelKey) -> dict[str, Any]:
@@ -55,6 +60,6 @@ class Commit(Struct, frozen=True):
     @classmethod
     def of(cls, doc: Mapping[str, Any]) -> Self:
         """The commit that a record describes."""
-        listed = tuple(Contribution(*row[:4]) for row in doc["contributions"])
+        listed = tuple(map(Contribution.of, doc["contributions"]))
         numbers = doc["revision"], doc["live_workers"], doc["cut"]
         return cls(doc["t"], doc["timeline"], listed, *numbers, doc.get("settings"))

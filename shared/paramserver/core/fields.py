@@ -123,6 +123,12 @@ def is_name(value: Any) -> bool:
     return isinstance(value, str) and MODEL_NAME.fullmatch(value) is not None
 
 
+def check_name(value: Any, of: str = "") -> None:
+    """Raise RequestError (`invalid_field`) unless a JSON value can be a name; `of`: whose, such as " for a shard"."""
+    if not is_name(value):
+        raise problem("invalid_field", f"name: {value!r:.80} is not allowed{of}", hint=MODEL_NAME_HINT, where="name")
+
+
 def check_model_name(name: Any) -> str:
     """Return the name if it is a valid model name; raises RequestError (`invalid_field`) otherwise."""
     if not is_name(name):

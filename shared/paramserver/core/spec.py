@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Final, Self
 
 from msgspec import Struct, field
-from msgspec.structs import fields
+from msgspec.structs import asdict
 
 from paramserver import limits
 from paramserver.core.fields import Reader, check_model_name, merge_patch
@@ -119,7 +119,7 @@ class CheckpointSpec(Struct, frozen=True):
         return spec
 
     def document(self) -> dict[str, Any]:
-        return {f.name: getattr(self, f.name) for f in fields(self)}
+        return asdict(self)
 
 
 def differences(have: Mapping[str, Any], asked: Mapping[str, Any], at: str = "") -> Iterator[str]:

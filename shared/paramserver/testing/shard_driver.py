@@ -20,11 +20,9 @@ from msgspec.structs import replace
 from paramserver import kernels
 from paramserver.core.commit import Commit, Contribution
 from paramserver.core.layout import Layout, Range
-from paramserver.core.optimizer import initial_slots, slot_names
 from paramserver.core.partition_state import Capture, LoadedState, PartitionState
 from paramserver.core.ranges import RangeArray, elements, of_pairs, union
 from paramserver.core.settings import model_settings_document
-from paramserver.core.shard import initial
 from paramserver.core.shard.core import ShardCore
 from paramserver.core.shard.effects import (
     Apply,
@@ -60,6 +58,7 @@ from paramserver.core.shard.events import (
     Tick,
     WorkerAnswered,
 )
+from paramserver.core.shard.initial import first_state
 from paramserver.core.shard.journal import JournalEntry
 from paramserver.core.shard.replay import replay
 from paramserver.core.spec import ModelSpec
@@ -113,7 +112,7 @@ class InMemoryStore:
             return loaded(self.cuts[effect.key, effect.source])
         known = effect.source == "snapshot" or effect.spec.ack != "applied"
         kept = self.kept.get(effect.key, [])[self.damaged :] if known else []
-        base = loaded(kept[0]) if kept else first_state(effect)
+        base = loaded(kept[0]) if kept else first_state(effect, lambda n: np.empty(n, np.float32))
         entries = self.journals.get(effect.key, ())
         return replay(effect.key, base, entries, effect.spec, effect.layout, perform) if entries else base
 
@@ -131,19 +130,6 @@ def loaded(capture: Capture) -> LoadedState:
         capture.staged,
         capture.settings,
     )
-
-
-def first_state(effect: LoadPartition) -> LoadedState:
-    """Return the initial state of a partition."""
-    layout, index = effect.layout, effect.key.index
-    base, values = layout.bounds[index], np.empty(layout.partition_size(index), np.float32)
-    for segment in layout.segments[index]:
-        param = effect.spec.params[segment.param]
-        offset = base - layout.offsets[param.name][0]
-        values[segment.start : segment.stop] = initial.draw(param, segment.start + offset, segment.stop + offset)
-    optimizer = effect.spec.optimizer
-    state = PartitionState(values, initial_slots(optimizer, values), (0,) * len(layout.segments[index]))
-    return LoadedState(state, memory={"slots": list(slot_names(optimizer))})
 
 
 def perform(task: Task) -> TaskResult:

@@ -75,6 +75,22 @@ REST_S: Final = 20.0
 """Longer than the lease of a dead shard, the rest before a cut, and the storing of it together."""
 _SHARES: Final = np.array([0.0, *(1 / n for n in range(1, 25))], np.float32)
 """What one push can add to its element: nothing yet, or its share in the mean of so many."""
+_CHOSEN: Final = {"default": "", "help": "override the seed's choice"}
+OPTIONS: Final[dict[str, dict[str, Any]]] = {
+    "mode": {"choices": sorted(CONSISTENCY), **_CHOSEN},
+    "level": {"choices": LEVELS, **_CHOSEN},
+    "kind": {"choices": [*KINDS, *RARE_KINDS], **_CHOSEN},
+    "change": {"choices": (*CHANGES, *ASKED), **_CHOSEN},
+    "clocks": {"type": int, "default": CLOCKS, "help": "iterations of each worker"},
+    "checkpoints": {"type": int, "default": 0, "help": "clocks between checkpoints; 0: none"},
+    "late": {"choices": ["fold", "drop"], "default": "", "help": "sync: policy for late reports, with a quorum of 2"},
+    "optimizer": {"choices": OPTIMIZERS, "default": "sum", "help": "the model's optimizer"},
+    "models": {"type": int, "choices": (1, 2), "default": 1, "help": "models trained at the same time"},
+    "deaths": {"action": "store_true", "help": "workers die, too"},
+    "data": {"action": "store_true", "help": "each iteration needs a range of a dataset"},
+    "given": {"choices": ["upload", "restore"], "default": "", "help": "first values; with --change none"},
+}
+"""The fields of a `Simulation` that the command line sets, and the arguments of `add_argument` for each."""
 
 
 @dataclass
@@ -176,21 +192,15 @@ class Simulation:
         self.runs = [self]
         """One per model."""
         if self.models > 1:
-            numbers = self.clocks, self.checkpoints, "", self.deaths
-            other = Simulation(self.seed + 5, "", "", "", "", *numbers, optimizer=self.optimizer, beside=self)
-            self.runs.append(other)
+            same = {name: getattr(self, name) for name in ("clocks", "checkpoints", "deaths", "optimizer")}
+            self.runs.append(Simulation(self.seed + 5, **same, beside=self))
 
     @property
     def replay(self) -> str:
         """The command that repeats this run."""
-        chosen = f"--mode {self.mode} --level {self.level} --kind {self.kind} --change {self.change}"
-        chosen += f" --clocks {self.clocks} --checkpoints {self.checkpoints}"
-        chosen += f" --late {self.late}" if self.late else ""
-        chosen += " --deaths" if self.deaths else ""
-        chosen += " --data" if self.data else ""
-        chosen += f" --given {self.given}" if self.given else ""
-        chosen += f" --optimizer {self.optimizer} --models {self.models}"
-        return f"python -m paramserver.testing.simulation --seed {self.seed} {chosen}"
+        chosen = {name: value for name in OPTIONS if (value := getattr(self, name))}
+        told = [f"--{name}" if value is True else f"--{name} {value}" for name, value in chosen.items()]
+        return f"python -m paramserver.testing.simulation --seed {self.seed} {' '.join(told)}"
 
     def run(self) -> str:
         """Run to the end and return the trace's hash; raises AssertionError if a promise was broken."""
@@ -460,27 +470,13 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seed", type=int, default=0, help="the (first) seed")
     parser.add_argument("--seeds", type=int, default=1, help="number of seeds to run")
-    override = "override the seed's choice"
-    late = "with --mode sync: policy for late reports, with a quorum of two of the three workers"
-    parser.add_argument("--mode", choices=sorted(CONSISTENCY), default="", help=override)
-    parser.add_argument("--level", choices=LEVELS, default="", help=override)
-    parser.add_argument("--kind", choices=[*KINDS, *RARE_KINDS], default="", help=override)
-    parser.add_argument("--change", choices=(*CHANGES, *ASKED), default="", help=override)
-    parser.add_argument("--clocks", type=int, default=CLOCKS, help="iterations of each worker")
-    parser.add_argument("--checkpoints", type=int, default=0, help="clocks between checkpoints; 0: none")
-    parser.add_argument("--late", choices=["fold", "drop"], default="", help=late)
-    parser.add_argument("--optimizer", choices=OPTIMIZERS, default="sum", help="the model's optimizer")
-    parser.add_argument("--models", type=int, choices=(1, 2), default=1, help="models trained at the same time")
-    parser.add_argument("--deaths", action="store_true", help="workers die, too")
-    parser.add_argument("--data", action="store_true", help="each iteration needs a range of a dataset")
-    parser.add_argument("--given", choices=["upload", "restore"], default="", help="first values; with --change none")
+    for name, settings in OPTIONS.items():
+        parser.add_argument(f"--{name}", **settings)
     parser.add_argument("--quiet", action="store_true", help="print only failures")
     args = parser.parse_args()
     failed = 0
     for seed in range(args.seed, args.seed + args.seeds):
-        chosen = (args.mode, args.level, args.kind, args.change, args.clocks, args.checkpoints, args.late, args.deaths)
-        more = {"models": args.models, "data": args.data, "given": args.given}
-        simulation = Simulation(seed, *chosen, optimizer=args.optimizer, **more)
+        simulation = Simulation(seed, **{name: getattr(args, name) for name in OPTIONS})
         what = f"seed {seed} {simulation.mode} {simulation.level} {simulation.kind} {simulation.change}"
         try:
             trace = simulation.run()

@@ -8,7 +8,7 @@ from paramserver.core.shard.events import SaveAll
 from paramserver.errors import PsError
 from paramserver.limits import STOP_S
 from paramserver.testing.shards import SimShard
-from paramserver.testing.world import Call, Script
+from paramserver.testing.world import Script
 
 HAND_OVER_S: Final = 0.75 * (STOP_S - 5.0)
 """For how long other shards may take over the partitions."""
@@ -42,22 +42,7 @@ class StoppableShard(SimShard):
         """End, as on SIGTERM, and start again after a while; all that it has stored or handed over by then counts."""
         if self.up and self.epoch and not self._stopping:
             self._stopping = self.hurried = True
-            self._play(self._stop(self.world.now))
-
-    def _play(self, script: Script) -> None:
-        """Run a script that ends with this process."""
-
-        def step(outcome: object) -> None:
-            try:
-                wanted = script.send(outcome)
-            except StopIteration:
-                return
-            if isinstance(wanted, Call):
-                self.send(wanted, step)
-            else:
-                self.later(wanted, "goes on stopping", lambda: step(None))
-
-        step(None)
+            self.world.play(self._stop(self.world.now), self.send, self.later)
 
     def _stop(self, began_s: float) -> Script:
         """Do as the service's `Stopping`; but a leader that does not answer is asked to the end."""

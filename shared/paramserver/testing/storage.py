@@ -10,6 +10,7 @@ import numpy as np
 from paramserver.core.partition_state import Capture, LoadedState
 from paramserver.core.shard.effects import LoadPartition, StoreSnapshot
 from paramserver.core.shard.events import ModelView
+from paramserver.core.shard.initial import has_assigned_values
 from paramserver.core.shard.journal import JournalEntry
 from paramserver.core.shard.replay import replay
 from paramserver.errors import problem
@@ -218,13 +219,12 @@ class SimRedis:
         Raises CorruptState (`corrupt_state`) for an unknown cut, and for given values that were never stored,
         Unavailable (`storage_unavailable`) while there is no owner token.
         """
-        key, params = effect.key, effect.spec.params
+        key = effect.key
         if effect.source != "init" or effect.spec.ack != "applied":
             if self.tokens.get(key, 0) < effect.token:
                 raise problem("storage_unavailable", "Redis has lost its state")
             stored = self.store.kept.get(key) or self.store.journals.get(key)
-            uploaded = any(params[s.param].init.kind == "upload" for s in effect.layout.segments[key.index])
-            if not stored and (uploaded or effect.restored) and effect.source != "init":
+            if not stored and effect.source != "init" and has_assigned_values(effect):
                 raise problem("corrupt_state", f"{key}: its initial values were never stored", never_stored=True)
         try:
             return self.store.load(effect)

@@ -157,8 +157,13 @@ class World:
         late = problem("in_doubt", f"{call.what}: no answer within {TIMEOUT_S} s")
         self.after(TIMEOUT_S, f"timeout {call.what}", lambda: settle(late))
 
-    def play(self, script: Script) -> None:
-        """Run a client's script to its end."""
+    def play(
+        self,
+        script: Script,
+        send: Callable[[Call, Answer], None] | None = None,
+        after: Callable[[float, str, Callable[[], None]], None] | None = None,
+    ) -> None:
+        """Run a client's script to its end; with the `send` and `after` of a process, it ends with that."""
 
         def step(value: Any) -> None:
             try:
@@ -166,9 +171,9 @@ class World:
             except StopIteration:
                 return
             if isinstance(wanted, Call):
-                self.send(wanted, step)
+                (send or self.send)(wanted, step)
             else:
-                self.after(wanted, "wake", lambda: step(None))
+                (after or self.after)(wanted, "wake", lambda: step(None))
 
         step(None)
 

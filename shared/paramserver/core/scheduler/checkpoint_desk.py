@@ -2,7 +2,7 @@
 
 from typing import Any, Final
 
-from paramserver.core.fields import is_name
+from paramserver.core.fields import check_name
 from paramserver.core.scheduler.checkpoints import ALIASES, IDLE_S, PendingCheckpoint, Record, no_checkpoint
 from paramserver.core.scheduler.cluster import Cluster
 from paramserver.core.scheduler.io import (
@@ -34,8 +34,8 @@ class CheckpointDesk:
 
     def request(self, e: RequestCheckpoint, now: float) -> None:
         model = self.c.model(e.model, e.generation)
-        if e.name is not None and not is_name(e.name):
-            raise problem("invalid_field", f"name: {e.name!r:.80} is not allowed for a checkpoint", where="name")
+        if e.name is not None:
+            check_name(e.name, " for a checkpoint")
         if e.name in ALIASES:
             what = "the newest checkpoint" if e.name == "latest" else "the checkpoint whose metric was best"
             raise problem(
@@ -139,14 +139,14 @@ class CheckpointDesk:
 
     def read(self, e: CheckpointRead, now: float) -> None:
         """Let commits, cuts and moves go on while the files are written."""
-        model = self.c.of_key(e.model.name, e.model.generation)
+        model = self.c.of_key(e.model)
         if model is not None and model.checkpoints.reading and model.checkpoints.pending[0].written == e.name:
             model.checkpoints.pending[0].read, model.checkpoints.reading_current = True, False
             self.c.unbalanced = True
             self.c.mark_dirty(model)
 
     def written(self, e: CheckpointWritten, now: float) -> None:
-        model = self.c.of_key(e.model.name, e.model.generation)
+        model = self.c.of_key(e.model)
         pending = self._finish(model, e.name, now) if model is not None else None
         if model is None or pending is None or pending.void:
             self.c.perform(RemoveCheckpoint(e.model.name, e.name, e.creation))
@@ -175,7 +175,7 @@ class CheckpointDesk:
             self.c.answer(request, record.document(), 201)
 
     def failed(self, e: CheckpointFailed, now: float) -> None:
-        model = self.c.of_key(e.model.name, e.model.generation)
+        model = self.c.of_key(e.model)
         pending = self._finish(model, e.name, now) if model is not None else None
         if e.taken and model is not None and pending is not None and pending.name is None:
             pending.written, pending.void = None, False

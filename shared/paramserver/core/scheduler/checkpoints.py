@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from msgspec import Struct
+from msgspec.structs import asdict
 
 from paramserver.core.spec import CheckpointSpec
 from paramserver.errors import PsError, problem
@@ -49,35 +50,15 @@ class Record(Struct, frozen=True):
 
     def document(self) -> dict[str, Any]:
         """The document as stored and as clients get it."""
-        return {
-            "name": self.name,
-            "number": self.number,
-            "clock": self.clock,
-            "created_s": self.created_s,
-            "bytes": self.bytes,
-            "versions": list(self.versions),
-            "metric": {"name": self.metric[0], "value": self.metric[1]} if self.metric else None,
-            "kept": self.kept,
-            "path": self.path,
-            "scheduler": self.scheduler,
-        }
+        metric = {"name": self.metric[0], "value": self.metric[1]} if self.metric else None
+        return asdict(self) | {"versions": list(self.versions), "metric": metric}
 
     @classmethod
     def of(cls, doc: Mapping[str, Any]) -> "Record":
         """The record that a stored document describes."""
         metric = (doc["metric"]["name"], doc["metric"]["value"]) if doc["metric"] else None
-        return cls(
-            doc["name"],
-            doc["number"],
-            doc["clock"],
-            doc["created_s"],
-            doc["bytes"],
-            tuple(doc["versions"]),
-            metric,
-            doc["kept"],
-            doc["path"],
-            doc["scheduler"],
-        )
+        fields = {name: doc[name] for name in cls.__struct_fields__}
+        return cls(**fields | {"versions": tuple(doc["versions"]), "metric": metric})
 
 
 @dataclass(slots=True)

@@ -25,6 +25,10 @@ from paramserver.types import ModelKey, PartitionKey, Token, make_token
 
 FLOORS_MAX: Final = 64
 """Deleted models whose workers' epochs are remembered by name; stored with the cluster's document."""
+STORED: Final = tuple(
+    "id map_epoch generations run_count member_count shard_floor member_floor worker_floor worker_floors".split()
+)
+"""What the stored field `cluster` has of a `Cluster`."""
 
 
 @dataclass
@@ -331,14 +335,14 @@ class Cluster:
         """Return the shard if it is alive in that epoch; raises like `current` (`unknown_node`)."""
         return current(self.shards.get(name), epoch, f"shard {name!r:.80}", "unknown_node")
 
-    def of_key(self, name: str, generation: int) -> Model | None:
-        """The model of that name and generation, if it still exists."""
-        model = self.models.get(name)
-        return model if model is not None and model.generation == generation else None
+    def of_key(self, key: ModelKey) -> Model | None:
+        """That creation of a model, if it still exists."""
+        model = self.models.get(key.name)
+        return model if model is not None and model.generation == key.generation else None
 
     def owned(self, shard: str, row: Row) -> Model | None:
         """The row's model, if that shard owns that partition of it under that token."""
-        model = self.of_key(row.model, row.generation)
+        model = self.of_key(ModelKey(row.model, row.generation))
         if model is None or not 0 <= row.partition < len(model.owners):
             return None
         owner = model.owners[row.partition]
@@ -464,14 +468,4 @@ class Cluster:
 
     def stored(self) -> dict[str, Any]:
         """The stored field `cluster`."""
-        return {
-            "id": self.id,
-            "map_epoch": self.map_epoch,
-            "generations": self.generations,
-            "run_count": self.run_count,
-            "member_count": self.member_count,
-            "shard_floor": self.shard_floor,
-            "member_floor": self.member_floor,
-            "worker_floor": self.worker_floor,
-            "worker_floors": self.worker_floors,
-        }
+        return {name: getattr(self, name) for name in STORED}

@@ -14,6 +14,7 @@ from paramserver.core.scheduler.checkpoint_desk import CheckpointDesk
 from paramserver.core.scheduler.cluster import Cluster
 from paramserver.core.scheduler.model_desk import ModelDesk
 from paramserver.core.scheduler.move_desk import MoveDesk
+from paramserver.core.scheduler.placement import Placement
 from paramserver.core.scheduler.reading import Reading
 from paramserver.core.scheduler.recovery import restore
 from paramserver.core.scheduler.run_desk import RunDesk
@@ -36,9 +37,9 @@ class SchedulerCore:
         self._leases_end_s = inf
         """When the first lease ends, as of the last tick; what has begun since ends later than the next tick is due."""
         self.read = Reading(cluster)
-        moves, runs = MoveDesk(cluster), RunDesk(cluster)
-        shards = ShardDesk(cluster, moves, now)
-        models, workers = ModelDesk(cluster, shards, runs), WorkerDesk(cluster, runs)
+        moves, runs, placement = MoveDesk(cluster), RunDesk(cluster), Placement(cluster, now)
+        shards = ShardDesk(cluster, moves, placement)
+        models, workers = ModelDesk(cluster, placement, runs), WorkerDesk(cluster, runs)
         tasks, checkpoints = TaskDesk(cluster, runs, workers), CheckpointDesk(cluster, runs)
         self._shards, self._runs, self._models, self._workers = shards, runs, models, workers
         self._tasks, self._checkpoints, self._moves = tasks, checkpoints, moves

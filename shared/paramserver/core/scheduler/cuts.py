@@ -35,9 +35,11 @@ class Cuts:
         """Newest clock that every partition has stored; -1 if there is none."""
         return -1 if self.newest is None else self.newest
 
-    def begin(self, clock: int, *, urgent: bool = False) -> None:
-        """Have every partition store this clock."""
-        self.pending, self.urgent = clock, urgent
+    def begin(self, clock: int, now: float, *, urgent: bool = False) -> None:
+        """Have every partition store this clock, which is the current one."""
+        self.pending, self.urgent, self.wanted = clock, urgent, False
+        if clock:  # a cut of the first values holds none of training up
+            self.began_s = now
 
     def stored(self, index: int, partitions: int, now: float) -> bool:
         """Note that a partition has stored the pending cut; returns whether all `partitions` have it now."""
@@ -45,7 +47,7 @@ class Cuts:
         if len(self.stored_by) < partitions:
             return False
         self.newest = self.pending
-        if self.newest:  # as in `Model.begin_cut`
+        if self.newest:  # as in `begin`
             self.ended_s = now
         self.lacks_first = self.moved = False
         self.skipped = 0

@@ -300,24 +300,25 @@ class Roster:
             return old.rank
         return next(r for r in range(len(taken) + 1) if r not in taken)
 
-    def join(self, name: str, rank: int, above: int, clock: int, timeline: int, now: float) -> tuple[Worker, list[str]]:
-        """Add a new incarnation of that worker; return it, and the names of dead workers forgotten to make room.
+    def join(
+        self, name: str, rank: int, above: int, clock: int, timeline: int, now: float
+    ) -> tuple[Worker, str | None]:
+        """Add a new incarnation of that worker; return it, and the name of a dead worker forgotten to make room.
 
         Raises Unavailable (`too_many_requests`) if live workers alone reach the bound.
         """
         old = self.workers.get(name)
-        forgotten: list[str] = []
+        dead: Worker | None = None
         if old is None and len(self.workers) >= limits.WORKERS_PER_MODEL_MAX:
             dead = min((w for w in self if not w.alive), key=lambda w: w.heard_s, default=None)
             if dead is None:
                 raise problem("too_many_requests", f"the model has {len(self.workers)} workers, which is the limit")
             self.floor = max(self.floor, dead.epoch)
             del self.workers[dead.name]
-            forgotten.append(dead.name)
         epoch = 1 + max((old.epoch if old else 0) or self.floor, above)
         worker = Worker(name, epoch, now, rank=rank, done=clock, granted=clock, timeline=timeline)
         if old is not None:
             worker.state, worker.state_size = old.state, old.state_size
         self.workers[name] = worker
         self._live = self._counted = None
-        return worker, forgotten
+        return worker, dead.name if dead else None

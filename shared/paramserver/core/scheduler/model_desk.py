@@ -23,8 +23,8 @@ from paramserver.core.scheduler.io import (
 from paramserver.core.scheduler.membership import Worker
 from paramserver.core.scheduler.models import RESTORED, Model
 from paramserver.core.scheduler.owner import Owner
+from paramserver.core.scheduler.placement import Placement
 from paramserver.core.scheduler.run_desk import RunDesk
-from paramserver.core.scheduler.shard_desk import ShardDesk
 from paramserver.core.scheduler.timeline import begin_sync, go_back, place
 from paramserver.core.scheduler.waiter import Waiter
 from paramserver.core.selection import select
@@ -41,9 +41,9 @@ FILES_AGAIN_S: Final = 10.0
 class ModelDesk:
     """Handlers for the events that concern models."""
 
-    def __init__(self, cluster: Cluster, shards: ShardDesk, runs: RunDesk) -> None:
+    def __init__(self, cluster: Cluster, placement: Placement, runs: RunDesk) -> None:
         self.c = cluster
-        self.shards = shards
+        self.placement = placement
         self.runs = runs
 
     def create(self, e: CreateModel, now: float) -> None:
@@ -80,7 +80,7 @@ class ModelDesk:
         self.c.models[spec.name] = model
         self.c.save_model(model)
         self.c.save_clock(model)
-        self.shards.place(model, wait=False)
+        self.placement.place(model, wait=False)
         self.c.load_files(model)
         self._park(model, e.request, 201, token, now)
 
@@ -90,7 +90,7 @@ class ModelDesk:
         Raises ConflictError (`not_enough_memory`) if not: accepted anyway, the model would kill one shard after
         another. Nothing is checked while the free memory of a shard is unknown.
         """
-        needed, left = COPIES * 4 * spec.size * copies, self.shards.spare_bytes()
+        needed, left = COPIES * 4 * spec.size * copies, self.placement.spare_bytes()
         if left is not None and needed > left:
             raise problem(
                 "not_enough_memory",
@@ -263,7 +263,7 @@ class ModelDesk:
             self.c.model_changed(model)
 
     def files_loaded(self, e: FilesLoaded, now: float) -> None:
-        model = self.c.of_key(e.model.name, e.model.generation)
+        model = self.c.of_key(e.model)
         if model is None:
             return
         again, model.reading, model.read_again = model.read_again, False, False
@@ -308,7 +308,7 @@ class ModelDesk:
         self.c.answer(e.request, self.c.public(model))
 
     def finish_restore(self, e: RestoreFinished, now: float) -> None:
-        model = self.c.of_key(e.model.name, e.model.generation)
+        model = self.c.of_key(e.model)
         if model is None:
             raise problem("unknown_model", f"model '{e.model.name}' was deleted")
         if e.error is not None and not model.restoring and not model.awaits_restore:

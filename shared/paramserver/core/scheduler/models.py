@@ -207,21 +207,18 @@ class Model:
         due = now - cuts.began_s >= limits.SNAPSHOT_INTERVAL_S and now - cuts.ended_s >= BETWEEN_CUTS_S
         return cuts.wanted or (not self.durable and due)
 
+    @property
+    def beyond_cut(self) -> bool:
+        """sync: whether there are commits that only the memory of its shards holds."""
+        return not self.durable and self.gate.clock > self.cuts.reached
+
     def moves_wait(self, now: float) -> bool:
         """Whether no more of its moves begin until those in progress, of which there are few, have made way for a cut.
 
         A cut that takes longer than the interval leaves as much time for moves before the next one is due for them.
         """
         due = self.cuts.wanted or now - self.cuts.ended_s >= limits.SNAPSHOT_INTERVAL_S
-        beyond = not self.durable and self.gate.clock > self.cuts.reached
-        return self.gate.sync and (self.checkpoints.waiting or (beyond and due))
-
-    def begin_cut(self, now: float, *, urgent: bool = False) -> None:
-        """Have every partition store the current clock as a cut."""
-        self.cuts.begin(self.gate.clock, urgent=urgent)
-        self.cuts.wanted = False
-        if self.gate.clock:  # a cut of the first values holds none of training up
-            self.cuts.began_s = now
+        return self.gate.sync and (self.checkpoints.waiting or (self.beyond_cut and due))
 
     def needs_idle_cut(self, now: float) -> bool:
         """Whether to make the current clock a cut although no commit comes.
@@ -230,9 +227,7 @@ class Model:
         the first one what was assigned.
         """
         wanted = self.cuts.wanted_now or now - self.last_commit_s >= limits.SNAPSHOT_INTERVAL_S
-        if not wanted or self.durable or self.gate.opening or self.gate.clock <= self.cuts.reached:
-            return False
-        return self.may_cut
+        return wanted and self.beyond_cut and not self.gate.opening and self.may_cut
 
     @property
     def version(self) -> int:
@@ -279,15 +274,10 @@ class Model:
 
     def unpark(self, waiter: Waiter, now: float) -> None:
         """Note that a long poll of its worker has ended; until now it kept the worker alive."""
-        worker = self.worker_of(waiter)
-        if worker is not None:
+        worker = self.roster.workers.get(waiter.worker)
+        if worker is not None and worker.epoch == waiter.epoch:  # else a later incarnation has replaced it
             worker.open_polls -= 1
             worker.heard_s = now
-
-    def worker_of(self, waiter: Waiter) -> Worker | None:
-        """The worker incarnation that parked the request, dead or alive; None if it has been replaced."""
-        worker = self.roster.workers.get(waiter.worker)
-        return worker if worker is not None and worker.epoch == waiter.epoch else None
 
     @property
     def awaits_evaluation(self) -> bool:

@@ -72,22 +72,17 @@ class MoveDesk:
         No cut begins while a partition moves, so what has not moved by now stays.
         """
         for model in self._sync_on(shard):
-            model.cuts.wanted_now = self._beyond(model) and model.cuts.pending != model.gate.clock
+            model.cuts.wanted_now = model.beyond_cut and model.cuts.pending != model.gate.clock
             if model.cuts.wanted_now:
                 self._withdraw([m for m in self._moves() if m[0] is model])
             self.c.mark_dirty(model)
 
     def cut_if_beyond(self, shard: Shard) -> bool:
         """Whether a model would go back behind a commit if this shard left now; if so, request cuts."""
-        beyond = any(m.ready and self._beyond(m) for m in self._sync_on(shard))
+        beyond = any(m.ready and m.beyond_cut for m in self._sync_on(shard))
         if beyond:
             self._cut_before_stop(shard)
         return beyond
-
-    @staticmethod
-    def _beyond(model: Model) -> bool:
-        """Whether there are commits that only the memory of its shards holds."""
-        return not model.durable and model.gate.clock > model.cuts.reached
 
     def _sync_on(self, shard: Shard) -> list[Model]:
         return [m for m in self.c.models.values() if m.gate.sync and any(o.shard == shard.name for o in m.owners)]

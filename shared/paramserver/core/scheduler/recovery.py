@@ -5,7 +5,7 @@ from typing import Any, Final
 
 from paramserver.core.commit import Commit
 from paramserver.core.scheduler.checkpoints import Record
-from paramserver.core.scheduler.cluster import Cluster
+from paramserver.core.scheduler.cluster import STORED, Cluster
 from paramserver.core.scheduler.membership import Member, Shard, Worker
 from paramserver.core.scheduler.models import Model
 from paramserver.core.scheduler.runs import Run
@@ -46,14 +46,12 @@ def restore(documents: Mapping[str, Mapping[str, Any]], now: float, term: int, u
 
 def _fill(c: Cluster, groups: Mapping[str, Mapping[str, Mapping[str, Any]]], now: float, new_id: str) -> None:
     cluster = groups["cluster"].get("", {})
-    c.id = cluster.get("id", "")
+    for name in STORED:
+        setattr(c, name, cluster.get(name, getattr(c, name)))
+    c.worker_floors = dict(c.worker_floors)
     if not c.id and new_id:
         c.id = new_id
         c.save_cluster()
-    c.map_epoch, c.generations = cluster.get("map_epoch", 0), cluster.get("generations", 0)
-    c.shard_floor, c.member_floor = cluster.get("shard_floor", 0), cluster.get("member_floor", 0)
-    c.worker_floor, c.worker_floors = cluster.get("worker_floor", 0), dict(cluster.get("worker_floors", {}))
-    c.run_count, c.member_count = cluster.get("run_count", 0), cluster.get("member_count", 0)
     for name, doc in groups["shard"].items():
         c.shards[name] = Shard.of(name, doc, now, c.wall_offset_s)
     for name, doc in groups["model"].items():

@@ -6,7 +6,7 @@ from math import isfinite
 from typing import Any, Final
 
 from paramserver import limits
-from paramserver.core.fields import is_name
+from paramserver.core.fields import check_name
 from paramserver.core.scheduler.cluster import Cluster
 from paramserver.core.scheduler.io import CreateRun, JoinPool, LeavePool, PatchRun, PlaceDone, PoolHeartbeat
 from paramserver.core.scheduler.membership import Member, current, expired
@@ -47,8 +47,8 @@ class RunDesk:
         with validating():
             check_run(e.entry, e.workers, e.args, e.evaluate_every, e.checkpoint_every)
             stop = StopRule.check(e.stop)
-        if e.name is not None and not is_name(e.name):
-            raise problem("invalid_field", f"name: {e.name!r:.80} is not allowed", where="name")
+        if e.name is not None:
+            check_name(e.name)
         model = self.c.model(e.model)
         if (busy := self.of_model(model)) is not None:
             what = f"run '{busy.id}' is training model '{e.model}'"
@@ -196,8 +196,8 @@ class RunDesk:
     # --- the pool ---
 
     def join(self, e: JoinPool, now: float) -> None:
-        if e.name is not None and not is_name(e.name):
-            raise problem("invalid_field", f"name: {e.name!r:.80} is not allowed", where="name")
+        if e.name is not None:
+            check_name(e.name)
         if len(e.allow) > 64 or not all(isinstance(p, str) and 0 < len(p) <= 256 and p.isprintable() for p in e.allow):
             raise problem("invalid_field", "allow: must be a list of module prefixes", where="allow")
         name = e.name

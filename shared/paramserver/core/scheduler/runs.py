@@ -32,6 +32,10 @@ ALLOWED_BY_DEFAULT: Final = "paramserver.examples"
 
 ALLOWED_LISTED_MAX: Final = 8
 """Allowed prefixes listed in the reason of a run whose entry idle workers may not import."""
+_FIELDS: Final = tuple(
+    "id name model entry args stop created_s evaluate_every checkpoint_every state reason from_clock ran_s".split()
+)
+"""Fields of a run that are stored and shown alike."""
 
 
 @dataclass(slots=True)
@@ -203,24 +207,9 @@ class Run:
     @classmethod
     def of(cls, doc: Mapping[str, Any], now: float) -> "Run":
         """Rebuild a run from its stored document."""
-        return cls(
-            doc["id"],
-            doc["name"],
-            doc["model"],
-            doc["entry"],
-            doc["args"],
-            StopRule.check(doc["stop"]),
-            [Place(m, r, d) for m, r, d in doc["places"]],
-            doc["created_s"],
-            doc["evaluate_every"],
-            doc["checkpoint_every"],
-            doc["state"],
-            doc["reason"],
-            doc["from_clock"],
-            doc["ran_s"],
-            counted_s=now,
-            saved_s=now,
-        )
+        fields = {name: doc[name] for name in _FIELDS} | {"stop": StopRule.check(doc["stop"])}
+        places = [Place(m, r, d) for m, r, d in doc["places"]]
+        return cls(**fields, places=places, counted_s=now, saved_s=now)
 
     def document(self) -> dict[str, Any]:
         """Body of `GET /runs/{id}`."""
@@ -235,22 +224,8 @@ class Run:
         }
 
     def _fields(self) -> dict[str, Any]:
-        """What is stored and shown alike."""
-        return {
-            "id": self.id,
-            "name": self.name,
-            "model": self.model,
-            "entry": self.entry,
-            "args": dict(self.args),
-            "stop": self.stop.document(),
-            "created_s": self.created_s,
-            "evaluate_every": self.evaluate_every,
-            "checkpoint_every": self.checkpoint_every,
-            "state": self.state,
-            "reason": self.reason,
-            "from_clock": self.from_clock,
-            "ran_s": self.ran_s,
-        }
+        fields = {name: getattr(self, name) for name in _FIELDS}
+        return fields | {"args": dict(self.args), "stop": self.stop.document()}
 
 
 def how_to_start(entry: str, barred: Sequence[Sequence[str]]) -> str:

@@ -1,57 +1,42 @@
 """Shards: joins, reports and deaths; ownership of partitions, completion of cuts, refilling of an emptied Redis."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import starmap
-from math import inf
 from typing import Any, Final
 
 from paramserver import limits
-from paramserver.core.fields import is_name
+from paramserver.core.fields import check_name
 from paramserver.core.heartbeat_rows import CutRow, LostRow, ReleasedRow, ServedRow
-from paramserver.core.scheduler.balance import COPIES
 from paramserver.core.scheduler.cluster import Cluster
 from paramserver.core.scheduler.io import JoinShard, LeaveShard, OpenFeed, RedisEmptied, ShardHeartbeat
 from paramserver.core.scheduler.membership import Shard, expired
 from paramserver.core.scheduler.models import RESTORED, Model
 from paramserver.core.scheduler.move_desk import MoveDesk
 from paramserver.core.scheduler.owner import Owner
+from paramserver.core.scheduler.placement import Placement
 from paramserver.core.scheduler.timeline import begin_sync, go_back, reload
 from paramserver.core.urls import is_address, is_node_url
 from paramserver.errors import problem
 
 ADDRESSES_MAX: Final = 16
-PARTITION_COST_BYTES: Final = 64 << 10
-"""What a partition costs its shard in requests: weighed by their bytes alone, many small models would not spread."""
-TOGETHER_S: Final = 30.0
-"""Shards that have gone within this time of the last one are expected to come back with the first one that does."""
-GATHER_S: Final = 2.0
-"""Time that the first shard waits for those before it is given all partitions, which would then move to them."""
-GATHER_MAX_S: Final = 60.0
-"""The same while those that are back lack the memory: as each loads what it is given, it would be killed for it."""
 
 
 class ShardDesk:
     """Handles shard events."""
 
-    def __init__(self, cluster: Cluster, moves: MoveDesk, now: float) -> None:
+    def __init__(self, cluster: Cluster, moves: MoveDesk, placement: Placement) -> None:
         self.c = cluster
         self.moves = moves
-        self._unheard = set(cluster.live_shards())
-        """Shards of the last leader that this one has not heard of yet."""
-        self._expected = self._gone_together() if self.c.ownerless_bytes() else set()
-        """Shards that have gone together with one that has come back; until they are back, nothing is placed."""
-        self._expected_since_s = now
-        """inf once everything has been placed.  At first for partitions that the last leader left waiting."""
+        self.placement = placement
 
     def join(self, e: JoinShard, now: float) -> None:
-        if not is_name(e.name):
-            raise problem("invalid_field", f"name: {e.name!r:.80} is not allowed for a shard", where="name")
+        check_name(e.name, " for a shard")
         addresses = _addresses(e.addresses)
         self._check_redis(e)
         old = self.c.shards.get(e.name)
         if (old is None or not old.alive) and len(self.c.live_shards()) >= limits.SHARDS_MAX:
             raise problem("too_many_requests", f"the cluster has {limits.SHARDS_MAX} shards, which is the limit")
-        self._expect_others(e.name, now)
+        self.placement.joins(e.name, now)
         epoch = 1 + (old.epoch if old else self.c.shard_floor)
         shard = Shard(e.name, epoch, now, addresses=addresses, version=str(e.version)[:64])
         shard.storage_away, shard.storage_away_s = e.redis_term is None, now
@@ -66,43 +51,6 @@ class ShardDesk:
         self.replace(e.name)
         body = {"name": e.name, "epoch": shard.epoch, "lease_s": limits.LEASE_S, "term": self.c.term}
         self.c.answer(e.request, body, 201)
-
-    def _expect_others(self, name: str, now: float) -> None:
-        """When the first shard of a whole cluster comes back, expect the others that have gone with the last one."""
-        if not self.c.live_shards():
-            self._expected |= self._gone_together()
-            self._expected_since_s = now
-        self._expected.discard(name)
-        self._unheard.discard(name)
-
-    def _gone_together(self) -> set[str]:
-        """Names of the shards that have gone with the last one."""
-        gone = [s for s in self.c.shards.values() if not s.alive]
-        last_s = max((s.gone_s for s in gone), default=0.0)
-        return {s.name for s in gone if last_s - s.gone_s <= TOGETHER_S}
-
-    def _have_room(self) -> bool:
-        """Whether the live shards can hold what has no owner, of which each would be given as much as the others."""
-        known = [f for f in self._free_bytes() if f is not None]
-        return not known or COPIES * self.c.ownerless_bytes() <= len(known) * min(known)
-
-    def _free_bytes(self) -> list[int | None]:
-        """Memory of each shard that may be given partitions; None if its limit is unknown."""
-        free = self.c.free_bytes()
-        return [free[n] for n in self.c.eligible_shards()]
-
-    def spare_bytes(self) -> int | None:
-        """Memory that the live shards have for new models; None while that of one is unknown.
-
-        What waits for shards that are expected is to find room as well, if each of these has as much as a live one.
-        """
-        free = self._free_bytes()
-        known = [f for f in free if f is not None]
-        if len(known) < len(free):
-            return None
-        live = sum(known)
-        whole = live * (len(known) + len(self._expected)) // max(1, len(known))
-        return max(0, min(live, whole - COPIES * self.c.ownerless_bytes()))
 
     def _check_redis(self, e: JoinShard) -> None:
         """Raise ConflictError (`conflict`) if the shard's Redis is not the schedulers'."""
@@ -136,19 +84,9 @@ class ShardDesk:
         for shard in live:
             shard.lease_s = limits.ALL_SILENT_S if cut_off else limits.LEASE_S
         dead = expired(self.c.shards.values(), now)
-        if unheard := self._unheard & {s.name for s in dead}:
-            # All may have died with the last leader, and come back one by one, too.  If not, nobody waits for them.
-            known = any(s.memory_limit_bytes for s in live)
-            self._expected |= unheard
-            self._unheard -= unheard
-            self._expected_since_s = min(self._expected_since_s, now - GATHER_S if known else now)
+        self.placement.dying(dead, now)
         self.mark_dead(dead, now)
-        waited_s = now - self._expected_since_s
-        over = waited_s >= GATHER_MAX_S or (waited_s >= GATHER_S and (not self._expected or self._have_room()))
-        if over and self.c.live_shards():
-            self._expected_since_s = inf
-            self._expected.clear()
-            self.place(*self.c.models.values())
+        self.placement.advance(now)
         for shard in self.c.shards.values():
             shown_s = limits.SHARD_LEFT_LISTED_S if shard.left else limits.SHARD_DEAD_LISTED_S
             if not shard.alive and shard.listed and now - shard.gone_s >= shown_s:
@@ -222,7 +160,7 @@ class ShardDesk:
             lost = [i for i, o in enumerate(model.owners) if gone is not None and o.shard == gone]
             if lost:
                 self._lose(model, lost)
-        self.place(*self.c.models.values())
+        self.placement.place(*self.c.models.values())
 
     def _lose(self, model: Model, lost: Sequence[int]) -> None:
         """Take these partitions from their dead owner, and decide what state the model continues from.
@@ -256,7 +194,7 @@ class ShardDesk:
         """Names of the live shards that Redis does not answer, if others can load at once what these cannot."""
         live = self.c.live_shards()
         away = {n for n in live if self.c.shards[n].storage_away}
-        return set() if self.c.storage_away or self._expected or len(away) == len(live) else away
+        return set() if self.c.storage_away or self.placement.waits or len(away) == len(live) else away
 
     def _take_from(self, shard: Shard) -> None:
         """Take from a shard what it can neither load nor hand over, as Redis does not answer it: as if it had died.
@@ -269,7 +207,7 @@ class ShardDesk:
             lost = [i for i, o in enumerate(model.owners) if o.shard == shard.name and o.must_load]
             if lost:
                 self._lose(model, lost)
-                self.place(model)
+                self.placement.place(model)
 
     def _begin_anew(self, model: Model) -> None:
         """Restart a model of which nothing is stored: random values are drawn again, others requested or read again."""
@@ -286,38 +224,12 @@ class ShardDesk:
         reload(self.c, model, "init", clock, opening=model.gate.opening)
         self.c.save_model(model)
 
-    def place(self, *models: Model, wait: bool = True) -> None:
-        """Assign the partitions of these models that have no owner to live shards.
-
-        With `wait`, only if no others are expected: a new model has nothing that those could load.
-        """
-        if wait and self._expected:
-            return
-        live = self.c.eligible_shards()
-        waiting = [m for m in models if any(o.shard is None for o in m.owners)]
-        if not waiting or not live:
-            return
-        total = dict.fromkeys(live, 0)
-        for model in self.c.models.values():
-            for i, owner in enumerate(model.owners):
-                if owner.shard in total:
-                    total[owner.shard] += model.bytes_of(i) + PARTITION_COST_BYTES
-        for model in waiting:
-            orphans = {i: model.bytes_of(i) for i, o in enumerate(model.owners) if o.shard is None}
-            for i, shard in assign(orphans, live, _held(model, live), total).items():
-                total[shard] += orphans[i] + PARTITION_COST_BYTES
-                owner = model.owners[i]
-                owner.shard, previous = shard, owner.previous
-                self.c.give_token(model, i)
-                owner.previous = previous
-            self.c.place_changed(model)
-
     # --- reports ---
 
     def heartbeat(self, e: ShardHeartbeat, now: float) -> None:
         shard = self.c.joined_shard(e.name, e.epoch)
         shard.heard_s = now
-        self._unheard.discard(e.name)
+        self.placement.heard(e.name)
         shard.metrics = e.metrics
         shard.memory_limit_bytes = e.memory.get("limit_bytes", 0)
         shard.memory_used_bytes = e.memory.get("used_bytes", 0)
@@ -426,40 +338,8 @@ def _addresses(given: Sequence[Any]) -> tuple[str, ...]:
     return tuple(given)
 
 
-def assign(
-    orphans: Mapping[int, int], shards: Iterable[str], held: Mapping[str, int], total: Mapping[str, int]
-) -> dict[int, str]:
-    """Return the shard for each partition in `orphans` (index -> bytes); empty if there are no shards.
-
-    Greedy, largest partition first, onto the shard that holds the least of the model (Graham 1969, longest processing
-    time): starting from nothing, the loads of two shards differ by at most one partition.
-
-    `held`: bytes of this model that each shard has already; `total`: bytes of all models, which breaks ties so that
-    many small models spread as well.
-    """
-    load = {s: (held.get(s, 0), total.get(s, 0)) for s in shards}
-    out: dict[int, str] = {}
-    if not load:
-        return out
-    for index in sorted(orphans, key=lambda i: (-orphans[i], i)):
-        shard = min(load, key=lambda s: (*load[s], s))
-        own, everything = load[shard]
-        load[shard] = (own + orphans[index], everything + orphans[index])
-        out[index] = shard
-    return out
-
-
 def _take(owners: Iterable[Owner]) -> None:
     """Take the partitions from these owners."""
     for owner in owners:
         owner.shard = owner.from_version = None
         owner.withdraw_move()
-
-
-def _held(model: Model, shards: Sequence[str]) -> dict[str, int]:
-    """Bytes of the model that each of these shards owns."""
-    held = dict.fromkeys(shards, 0)
-    for i, owner in enumerate(model.owners):
-        if owner.shard in held:
-            held[owner.shard] += model.bytes_of(i)
-    return held

@@ -14,7 +14,7 @@ from paramserver.core.scheduler.models import Model
 from paramserver.core.scheduler.run_desk import RunDesk
 from paramserver.core.scheduler.series import check_metrics
 from paramserver.core.scheduler.tasks import EVALUATE, Dataset, DatasetSpec, Evaluation, parse_task
-from paramserver.core.scheduler.waiter import Waiter, not_a_member
+from paramserver.core.scheduler.waiter import Waiter
 from paramserver.core.scheduler.worker_desk import WorkerDesk
 from paramserver.errors import PsError, problem, validating
 
@@ -190,9 +190,10 @@ class TaskDesk:
         rested = False
         empty: set[str] = set()  # what has no task for one worker has none for the next, however many wait
         for w in list(model.task_waiters):
-            worker = model.worker_of(w)
-            if worker is None or not worker.alive:
-                self.c.answer_waiter(model, w, not_a_member(w, model.roster), now)
+            try:
+                worker = model.roster.find(w.worker, w.epoch)
+            except PsError as fenced:
+                self.c.answer_waiter(model, w, fenced, now)
                 continue
             asked = self.workers.state(model, worker)
             dataset, task = model.datasets.get(w.dataset), None

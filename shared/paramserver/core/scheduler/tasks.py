@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from msgspec import Struct
+from msgspec.structs import asdict
 
 from paramserver import limits
 from paramserver.core.fields import Reader, is_integer, is_name
@@ -98,19 +99,13 @@ class DatasetSpec(Struct, frozen=True):
 
     def document(self) -> dict[str, Any]:
         """Return the document stored in Redis."""
-        return {
-            "name": self.name,
-            "ranges": [list(r) for r in self.ranges],
-            "uri": self.uri,
-            "assignment": self.assignment,
-            "passes": self.passes,
-        }
+        return asdict(self) | {"ranges": [list(r) for r in self.ranges]}
 
     @classmethod
     def of(cls, doc: Mapping[str, Any]) -> "DatasetSpec":
         """Return the dataset that a stored document describes."""
-        ranges = tuple((a, b) for a, b in doc["ranges"])
-        return cls(doc["name"], ranges, doc["uri"], doc["assignment"], doc["passes"])
+        fields = {name: doc[name] for name in cls.__struct_fields__}
+        return cls(**fields | {"ranges": tuple((a, b) for a, b in doc["ranges"])})
 
 
 def _equal_ranges(r: Reader) -> list[tuple[int, int]]:

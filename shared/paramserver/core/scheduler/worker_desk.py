@@ -25,7 +25,7 @@ from paramserver.core.scheduler.membership import JOIN_FIRST, Worker, expired
 from paramserver.core.scheduler.models import Model
 from paramserver.core.scheduler.run_desk import RunDesk
 from paramserver.core.scheduler.series import check_metrics, check_points
-from paramserver.core.scheduler.waiter import Waiter, not_a_member
+from paramserver.core.scheduler.waiter import Waiter
 from paramserver.core.settings import model_settings_document
 from paramserver.errors import FencedError, PsError, problem, validating
 
@@ -53,8 +53,8 @@ class WorkerDesk:
         worker, forgotten = model.roster.join(name, rank, e.above or 0, clock, model.timeline, now)
         model.worker_count = count
         worker.lease_s, worker.attempt = limits.LEASE_S if e.lease_s is None else e.lease_s, e.attempt
-        for gone in forgotten:
-            self.c.drop(f"worker:{model.name}:{gone}")
+        if forgotten:
+            self.c.drop(f"worker:{model.name}:{forgotten}")
         if e.name is None or forgotten:
             self.c.save_model(model)
         self.c.save_worker(model, worker)
@@ -313,7 +313,7 @@ class WorkerDesk:
             if not model.commits or model.commits[-1][1].revision != commit.revision:
                 commit = replace(commit, settings=model_settings_document(model.spec, model.revision))
             if commit.cut:
-                model.begin_cut(now)
+                model.cuts.begin(model.gate.clock, now)
             model.last_commit_s = now
             model.commits.append((now, commit))
             self.c.save_commit(model, commit)
@@ -322,7 +322,7 @@ class WorkerDesk:
             self._prune(model, now)
             self.c.save_clock(model)
         elif model.needs_idle_cut(now):
-            model.begin_cut(now, urgent=model.cuts.wanted_now)
+            model.cuts.begin(model.gate.clock, now, urgent=model.cuts.wanted_now)
             model.cuts.wanted_now = False
             self.c.save_clock(model)
             self.c.model_changed(model)
@@ -361,10 +361,12 @@ class WorkerDesk:
             return
         low = model.gate.min_clock(model.roster)
         for w in list(model.clock_waiters):
-            worker = model.worker_of(w)
-            if worker is None or not worker.alive:
-                self.c.answer_waiter(model, w, not_a_member(w, model.roster), now)
-            elif worker.timeline != model.timeline:
+            try:
+                worker = model.roster.find(w.worker, w.epoch)
+            except PsError as fenced:
+                self.c.answer_waiter(model, w, fenced, now)
+                continue
+            if worker.timeline != model.timeline:
                 worker.timeline = model.timeline
                 self.c.answer_waiter(model, w, self._rolled_back(model, worker), now)
             else:

@@ -4,7 +4,6 @@ from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
 
-from paramserver.core.shard.effects import LoadPartition
 from paramserver.core.shard.events import ModelView
 from paramserver.core.shard.mean_operations import CommitOperation, FlushOperation
 from paramserver.core.shard.operation import RequestOperation
@@ -32,7 +31,7 @@ class Handover:
 
     def take_up(self, model: ServedModel, view: ModelView, index: int, token: Token, now: float) -> None:
         """Begin an ownership: with the state kept in memory if this renews a refused one, else by loading it."""
-        kept, source = model.refused.get(index), view.sources.get(index, view.source)
+        kept = model.refused.get(index)
         if kept is not None and token <= kept.token:
             return  # a stale document
         if kept is not None and kept.state is not None and view.kept_from.get(index, token) <= kept.token:
@@ -42,10 +41,9 @@ class Handover:
             kept.committing = _computes_mean(kept)
             self._shard.resume(model, kept, now)
             return
-        key = PartitionKey(model.key, index)
-        p = Partition.of(key, token, model.layout, model.spec, model.revision)
-        p.source, model.partitions[index] = source, p
-        self._shard.perform(LoadPartition(key, token, source, model.spec, model.layout, view.restored))
+        p = Partition.of(PartitionKey(model.key, index), token, model.layout, model.spec, model.revision)
+        p.source, model.partitions[index] = view.sources.get(index, view.source), p
+        self._shard.perform(model.loading_of(p))
 
     def follow(self, model: ServedModel, partition: Partition, number: int, now: float) -> None:
         """Have the partition suspended if its release is requested under this number, or resume it (0: it is not)."""

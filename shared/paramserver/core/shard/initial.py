@@ -5,19 +5,54 @@ Random values come in blocks of 65,536 elements; block i of a parameter is the s
 all agree.  Xavier and Kaiming follow torch.nn.init: the fans of a shape (out, in, ...) are in * rest and out * rest.
 """
 
+from collections.abc import Callable
 from math import prod, sqrt
 from typing import Final
 from zlib import crc32
 
 import numpy as np
 
+from paramserver.core.optimizer import initial_slots, slot_names
 from paramserver.core.param_spec import InitSpec, ParamSpec
+from paramserver.core.partition_state import LoadedState, PartitionState
+from paramserver.core.shard.effects import LoadPartition
 from paramserver.types import F32
 
 BLOCK: Final = 65_536
 """Elements drawn from one Philox counter; part of the format: another value would give other initial values."""
+ASSIGNED_KINDS: Final = ("upload", "file")
+"""Kinds of initial values that reach the owner later, as an assignment."""
 _GAINS: Final = {"linear": 1.0, "sigmoid": 1.0, "tanh": 5.0 / 3.0, "relu": sqrt(2.0), "selu": 0.75}
 _MAX: Final = float(np.finfo(np.float32).max)
+
+
+def first_state(load: LoadPartition, take: Callable[[int], F32]) -> LoadedState:
+    """Make version 0 of a partition: initial values, fresh optimizer state, step counts of 0.
+
+    Parameters of kind `upload` and `file` are zero until their values are assigned.  `take` returns an uninitialized
+    array of so many elements.
+    """
+    spec, layout, index = load.spec, load.layout, load.key.index
+    values = take(layout.partition_size(index))
+    base = layout.bounds[index]
+    for segment in layout.segments[index]:
+        param = spec.params[segment.param]
+        into = values[segment.start : segment.stop]
+        if param.init.kind in ASSIGNED_KINDS or param.init.kind == "zeros":
+            into.fill(0.0)
+        else:
+            offset = base - layout.offsets[param.name][0]
+            into[:] = draw(param, segment.start + offset, segment.stop + offset)
+    state = PartitionState(values, initial_slots(spec.optimizer, values), (0,) * len(layout.segments[index]))
+    return LoadedState(state, memory={"slots": list(slot_names(spec.optimizer))})
+
+
+def has_assigned_values(load: LoadPartition) -> bool:
+    """Whether the partition has assigned or restored initial values, which cannot be drawn again."""
+    if load.restored:
+        return True
+    segments = load.layout.segments[load.key.index]
+    return any(load.spec.params[s.param].init.kind in ASSIGNED_KINDS for s in segments)
 
 
 def draw(param: ParamSpec, start: int, stop: int) -> F32:

@@ -2,9 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from msgspec.structs import replace
-
-from paramserver.core.shard.effects import LoadPartition, Report
+from paramserver.core.shard.effects import Report
 from paramserver.core.shard.events import LoadFailed, PartitionLoaded
 from paramserver.core.shard.operation import record_settings_change
 from paramserver.core.shard.partition import LOAD_AGAIN_S, NO_REVISION
@@ -32,8 +30,6 @@ class LoadDesk:
         if model is None or p is None or p.state is not None:
             return
         loaded, cut = event.loaded, isinstance(p.source, int)
-        if cut and loaded.staged:
-            loaded = replace(loaded, staged=())
         try:
             p.load(loaded)
         except PsError as error:
@@ -80,7 +76,6 @@ class LoadDesk:
 
         def again(at: float) -> None:
             if self._shard.find(p.key, p.token)[1] is p and p.state is None:
-                load = LoadPartition(p.key, p.token, p.source, model.spec, model.layout, model.view.restored)
-                self._shard.perform(load)
+                self._shard.perform(model.loading_of(p))
 
         self._timers.at(now + after_s, again)

@@ -133,7 +133,7 @@ class Replay:
 
     def _commit(self, entry: JournalEntry) -> None:
         head, p = entry.head, self._p
-        contributions = [Contribution(*row[:4]) for row in head["contributions"]]
+        contributions = [Contribution.of(row) for row in head["contributions"]]
         assert p.state is not None
         state: PartitionState | None = p.state
         if head["applied"]:

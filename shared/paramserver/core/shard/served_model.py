@@ -8,6 +8,7 @@ from paramserver import limits
 from paramserver.core.commit import Commit
 from paramserver.core.layout import Layout
 from paramserver.core.settings import spec_from_model_document
+from paramserver.core.shard.effects import LoadPartition
 from paramserver.core.shard.events import ModelView
 from paramserver.core.shard.partition import Partition
 from paramserver.core.shard.timers import Timer
@@ -124,6 +125,10 @@ class ServedModel:
         self.view, self.ready = view, view.ready
         self.spec, self.revision = view.spec, view.revision
         self.set_roster(view.workers)
+
+    def loading_of(self, p: Partition) -> LoadPartition:
+        """The effect that loads this partition of it."""
+        return LoadPartition(p.key, p.token, p.source, self.spec, self.layout, self.view.restored)
 
     def restart(self, view: ModelView) -> None:
         """Begin the view's timeline; nothing of the clocks before counts any more."""

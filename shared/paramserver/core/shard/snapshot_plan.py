@@ -124,11 +124,10 @@ class SnapshotPlan:
 
         A cut that is not stored yet is written first: the leader waits for it.
         """
-        for lane in (self._normal_lane, self._urgent_lane):
-            if lane.storing is not None and lane.key == partition.key:
-                lane.void = True
-                if partition.level:
-                    self._requeue_cut(partition, lane.storing)
+        for lane, store in self._in_flight(partition):
+            lane.void = True
+            if partition.level:
+                self._requeue_cut(partition, store)
         self.urgent(partition)
 
     def cut(self, partition: Partition, *, urgent: bool = False) -> None:
@@ -141,19 +140,19 @@ class SnapshotPlan:
         """sync: whether a cut of the partition's current clock is stored, in flight or pending."""
         if partition.spec.consistency.mode != "sync":
             return False
-        written = [
-            lane.storing
-            for lane in (self._normal_lane, self._urgent_lane)
-            if lane.key == partition.key and not lane.void
-        ]
+        written = [store for lane, store in self._in_flight(partition) if not lane.void]
         stores = [*self._cuts.get(partition.key, ()), *written]
-        about = {s.capture.clock for s in stores if s is not None and s.cut and s.capture.token == partition.token}
+        about = {s.capture.clock for s in stores if s.cut and s.capture.token == partition.token}
         return partition.clock == partition.cut_stored or partition.clock in about
 
     def cut_waits(self, partition: Partition) -> bool:
         """Whether a cut of the partition is pending or in flight."""
-        writing = (lane.storing for lane in (self._normal_lane, self._urgent_lane) if lane.key == partition.key)
-        return partition.key in self._cuts or any(store is not None and store.cut for store in writing)
+        return partition.key in self._cuts or any(store.cut for _, store in self._in_flight(partition))
+
+    def _in_flight(self, partition: Partition) -> list[tuple[_Lane, StoreSnapshot]]:
+        """The partition's snapshots in flight, of which there is one at most, each with its lane."""
+        lanes = (self._normal_lane, self._urgent_lane)
+        return [(n, n.storing) for n in lanes if n.storing is not None and n.key == partition.key]
 
     def store_cut(self, partition: Partition, capture: Capture) -> None:
         """Store this cut of the partition.
