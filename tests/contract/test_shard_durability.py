@@ -28,6 +28,7 @@ def always(cluster: Nodes) -> Iterator[None]:
     with redis_client.Redis.from_url(cluster.redis_url) as r:
         r.config_set("appendfsync", "always")
         yield
+        cluster.empty()  # without it what is at `fsynced` could be neither stored nor handed over
         r.config_set("appendfsync", "everysec")
 
 
@@ -146,7 +147,7 @@ def test_a_shard_that_is_told_to_stop_hands_over_everything(cluster: Nodes) -> N
             scheduler.send_signal(signal.SIGCONT)
         process.wait(25)
         assert process.returncode == 0
-        assert time.monotonic() - began < 25
+        assert time.monotonic() - began < 15, "what cannot be handed over is stored after 15 s"
         pusher.reach(pusher.acknowledged + 10)
     try:
         exact(cluster, name, pusher.acknowledged)
