@@ -8,6 +8,7 @@ nohup: they inherit an ignored signal, and some tests interrupt theirs.
 import os
 import signal
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Final
 
 import pytest
@@ -23,14 +24,20 @@ if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
 if hasattr(signal, "SIGHUP") and signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
     signal.signal(signal.SIGHUP, lambda *_: None)  # unlike an ignored one, not inherited
 
-ALONE: Final = ("chaos", "test_scheduler_leader", "test_shard_overload")
-"""Folders and modules whose tests measure how soon real processes react: no other test runs beside them."""
+ALONE: Final = ("test_crash_points", "test_fencing", "test_kills", "test_scheduler_leader", "test_storage_loss")
+"""Modules whose tests measure how soon real processes react: no other test runs beside them."""
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Do not even import other modules where only the tests of `ALONE` are asked for."""
+    other = collection_path.match("test_*.py") and collection_path.stem not in ALONE
+    return True if other and config.option.markexpr == "alone" else None
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark the process tests of `ALONE` with `alone`."""
     for item in items:
-        if item.get_closest_marker("process") and {item.path.parent.name, item.path.stem} & set(ALONE):
+        if item.path.stem in ALONE and item.get_closest_marker("process"):
             item.add_marker(pytest.mark.alone)
 
 

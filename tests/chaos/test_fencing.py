@@ -97,7 +97,7 @@ def test_connections_that_are_lost_without_a_word(start: Start) -> None:
     c = run.cluster
     for shard in ("shard-0", "shard-1"):
         c.lose(f"{shard}>scheduler-0")
-        c.until_progress(more=50, mode="sync", within_s=80.0)
+        c.until_progress(more=25, mode="sync", within_s=40.0)
     run.finish()
     run.assert_kept(shards_died=False, acknowledged=60)
 

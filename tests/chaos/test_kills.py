@@ -48,13 +48,15 @@ def test_ten_pauses(start: Start) -> None:
     """Pauses of shards, leader and Redis, short or beyond the lease, lose nothing; replaced shards answer no pull."""
     run = start(Plan(shards=3, schedulers=2))
     c = run.cluster
-    for shard in ("shard-1", "shard-2"):
+    stopped = ("shard-1", "shard-2")
+    for shard in stopped:
         assert c.owned(shard)
         c.signal(shard, signal.SIGSTOP)
-        eventually(lambda s=shard: not c.owned(s), within_s=30.0, what="the fencing of the shard")  # type: ignore[misc]
-        c.until_progress()
+    eventually(lambda: not any(map(c.owned, stopped)), within_s=40.0, what="the fencing of both shards")
+    c.until_progress()
+    for shard in stopped:
         c.signal(shard, signal.SIGCONT)
-        c.until_healthy()
+    c.until_healthy()
     for who, seconds in (("shard-0", 1), ("shard-1", 2), ("redis", 2), ("leader", 2), ("leader", 5)):
         run.pause(c.leader() if who == "leader" else who, seconds)
         c.until_healthy()

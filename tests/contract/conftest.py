@@ -62,9 +62,19 @@ def lone(single: Nodes) -> Nodes:
     return single
 
 
+@pytest.fixture
+def emptied(single: Nodes) -> Nodes:
+    """The nodes of `lone`, without models; all runs of earlier tests are over."""
+    single.empty()
+    return single
+
+
 @pytest.fixture(scope="session")
 def rest_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nodes]:
-    """A scheduler and two shards, shared by many tests: no test may stop or kill them."""
+    """A scheduler and two shards, shared by many tests: no test may stop, kill or empty them.
+
+    Where many models were deleted, workers' epochs begin above 1.
+    """
     with nodes(tmp_path_factory.mktemp("rest"), shards=2) as running:
         yield running
 

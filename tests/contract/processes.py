@@ -10,12 +10,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
+from urllib.parse import urlsplit
 
 import httpx
 from tests.servers import free_port, running_redis
 from tests.waiting import eventually
 
 from paramserver.net.credentials import Credentials
+from paramserver_node import redis_server
 
 START_S: Final = 120.0
 """Longest wait for what a process does once it has started: on a busy machine that alone can take a minute."""
@@ -137,6 +139,25 @@ class Nodes:
         """The last 3000 characters of each process's log."""
         return "\n".join(f"--- {p.name}\n{p.read_text(errors='replace')[-3000:]}" for p in self.folder.glob("*.log"))
 
+    @property
+    def redis_pid(self) -> int:
+        """The process id of its Redis."""
+        pid = redis_server.serving_pid(urlsplit(self.redis_url).port or 0)
+        assert pid is not None
+        return pid
+
+    @contextmanager
+    def paused(self, *names: str) -> Iterator[None]:
+        """Stop those processes with SIGSTOP for the block; `redis` is its Redis."""
+        pids = [self.redis_pid if name == "redis" else self.processes[name].pid for name in names]
+        for pid in pids:
+            os.kill(pid, signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            for pid in pids:
+                os.kill(pid, signal.SIGCONT)
+
     # --- requests ---
 
     def call(self, method: str, path: str, body: Any = None, *, status: int | None = None) -> Any:
@@ -212,15 +233,15 @@ def signal_to(cluster: Nodes, index: int, number: signal.Signals) -> None:
     os.kill(cluster.processes[process_name(index)].pid, number)
 
 
-def summing_model(cluster: Nodes, mode: str = "sync") -> str:
-    """Create a model of five elements that adds up what is pushed; return its name."""
+def summing_model(cluster: Nodes, mode: str = "sync", elements: int = 5, **spec: Any) -> str:
+    """Create a model of that many elements that adds up what is pushed, as soon as there is room; return its name."""
     name = unique("m")
-    spec = {
+    body = {
         "name": name,
-        "params": {"w": {"shape": [5]}},
+        "params": {"w": {"shape": [elements]}},
         "optimizer": {"name": "sum"},
         "consistency": {"mode": mode},
         "partitions": 2,
-    }
-    eventually(lambda: cluster.call("POST", "/models", spec)["name"] == name, within_s=START_S, what="the model")
+    } | spec
+    eventually(lambda: cluster.post("/models", body)["name"] == name, within_s=START_S, what="the model")
     return name

@@ -85,29 +85,29 @@ def test_the_page_shows_a_training_and_the_death_of_a_shard(tmp_path: Path, brow
         assert {url.split("/")[2] for url in seen.asked if not url.startswith("data:")} == {cluster.url.split("/")[2]}
 
 
-def test_the_page_survives_the_scheduler_and_keeps_its_choices(tmp_path: Path, browser: Pages) -> None:
+def test_the_page_survives_the_scheduler_and_keeps_its_choices(emptied: Nodes, browser: Pages) -> None:
     """The page shows that the scheduler is gone and back, and keeps the chosen span, theme and model."""
-    with nodes(tmp_path, shards=1) as cluster, browser(viewport=PHONE) as seen:
+    with browser(viewport=PHONE) as seen:
         page = seen.page
-        page.goto(cluster.url)
+        page.goto(emptied.url)
         page.wait_for_selector("#nodes tbody tr")
-        assert "No model yet" in seen.text("#model-head")
+        page.wait_for_selector("#model-head:has-text('No model yet')")  # the first status may have an earlier test's
         for name in ("first", "second"):
-            cluster.post("/models", {"name": name, "params": {"w": {"shape": [8]}}}, status=201)
+            emptied.post("/models", {"name": name, "params": {"w": {"shape": [8]}}}, status=201)
         page.wait_for_selector('#models [data-model="first"]')
         page.click('#models [data-model="first"]')
         page.click('#ranges [data-span="3600"]')
         page.click("#theme")
         assert seen.errors == []
 
-        cluster.kill("scheduler")
+        emptied.kill("scheduler")
         eventually(lambda: seen.text("#state") == "no answer", what="the loss on the page")
         page.click('#models [data-model="first"]')
         assert seen.text("#state") == "no answer"
         page.click("#settings summary")
         page.wait_for_selector("#settings .bad:has-text('no answer')")
         assert not page.is_visible("#settings button")
-        cluster.start_scheduler()
+        emptied.start_scheduler()
         eventually(lambda: seen.text("#state") in ("ok", "degraded"), what="the return on the page")
         page.reload()
         page.wait_for_selector("#models [aria-pressed=true]")
@@ -116,30 +116,29 @@ def test_the_page_survives_the_scheduler_and_keeps_its_choices(tmp_path: Path, b
         assert page.evaluate("document.documentElement.dataset.theme") == "dark"
 
 
-def test_a_link_leads_to_its_model(tmp_path: Path, browser: Pages) -> None:
+def test_a_link_leads_to_its_model(emptied: Nodes, browser: Pages) -> None:
     """The address names the model, also when it changes while the page is open; a damaged one shows any model."""
-    with nodes(tmp_path, shards=1) as cluster, browser() as seen:
+    with browser() as seen:
         page, name = seen.page, seen.page.locator("#model-head .name")
         for model in ("first", "second"):
-            cluster.post("/models", {"name": model, "params": {"w": {"shape": [8]}}}, status=201)
-        page.goto(f"{cluster.url}#first")
-        page.wait_for_selector("#model-head .name")
-        assert name.inner_text() == "first"
-        page.goto(f"{cluster.url}#second")
+            emptied.post("/models", {"name": model, "params": {"w": {"shape": [8]}}}, status=201)
+        page.goto(f"{emptied.url}#first")
+        page.wait_for_selector("#model-head .name:has-text('first')")
+        page.goto(f"{emptied.url}#second")
         eventually(lambda: name.inner_text() == "second", what="the model of the other link")
         page.goto("about:blank")
-        page.goto(f"{cluster.url}#100%")
+        page.goto(f"{emptied.url}#100%")
         page.wait_for_selector("#model-head .name")
         eventually(lambda: seen.text("#state") == "ok", what="the served models on the page")
         assert seen.errors == []
 
 
-def test_of_two_models_that_train_alike_one_stays_shown(tmp_path: Path, browser: Pages) -> None:
+def test_of_two_models_that_train_alike_one_stays_shown(emptied: Nodes, browser: Pages) -> None:
     """Where nobody has chosen, the model shown stays while it is pushed to, though another is pushed to more often."""
-    with nodes(tmp_path, shards=1) as cluster, browser() as seen:
+    with browser() as seen:
         for model in ("first", "second"):
-            cluster.post("/models", {"name": model, "params": {"w": {"shape": [8]}}}, status=201)
-        status, body = cluster.get("/status"), ""
+            emptied.post("/models", {"name": model, "params": {"w": {"shape": [8]}}}, status=201)
+        status, body = emptied.get("/status"), ""
         for second, rates in enumerate([{"first": 10.0, "second": 9.0}, {"first": 9.0, "second": 10.0}]):
             status["cluster"]["map_epoch"] = 4000 + second
             for model in status["models"]:
@@ -147,18 +146,18 @@ def test_of_two_models_that_train_alike_one_stays_shown(tmp_path: Path, browser:
             body += f"event: status\ndata: {json.dumps(status)}\n\n"
         answers = [{"content_type": "text/event-stream", "body": body}]
         seen.page.route("**/status/stream", lambda route: route.fulfill(**answers.pop()) if answers else None)
-        seen.page.goto(cluster.url)
+        seen.page.goto(emptied.url)
         seen.page.wait_for_selector("#facts:has-text('map 4001')")
         assert seen.text("#model-head .name") == "first"
 
 
-def test_one_of_a_hundred_models_is_chosen_from_a_list(tmp_path: Path, browser: Pages) -> None:
+def test_one_of_a_hundred_models_is_chosen_from_a_list(emptied: Nodes, browser: Pages) -> None:
     """Many models are a list; what is chosen there by keyboard stays shown each second, until that model is gone."""
-    with nodes(tmp_path, shards=1) as cluster, browser(viewport=PHONE, color_scheme="dark") as seen:
+    with browser(viewport=PHONE, color_scheme="dark") as seen:
         page, name = seen.page, seen.page.locator("#model-head .name")
         for i in range(100):
-            cluster.post("/models", {"name": f"model-{i}", "params": {"w": {"shape": [2]}}}, status=201)
-        page.goto(cluster.url)
+            emptied.post("/models", {"name": f"model-{i}", "params": {"w": {"shape": [2]}}}, status=201)
+        page.goto(emptied.url)
         page.wait_for_selector("#models:has-text('100 models')")
         page.focus("#models select")
         page.keyboard.type("model-37")
@@ -168,39 +167,39 @@ def test_one_of_a_hundred_models_is_chosen_from_a_list(tmp_path: Path, browser: 
         assert name.inner_text() == page.locator("#models select").input_value() == "model-37"
         assert page.evaluate("document.activeElement.tagName") == "SELECT"
         fits(seen)
-        cluster.call("DELETE", "/models/model-37")
+        emptied.call("DELETE", "/models/model-37")
         eventually(lambda: name.inner_text() != "model-37", what="another model")
         assert seen.text("#models span") == "99 models"
         assert seen.errors == []
 
 
-def test_the_list_of_models_names_the_one_that_is_shown(tmp_path: Path, browser: Pages) -> None:
+def test_the_list_of_models_names_the_one_that_is_shown(emptied: Nodes, browser: Pages) -> None:
     """A model that was chosen from the list stays named there while newer ones are created and deleted."""
-    with nodes(tmp_path, shards=1) as cluster, browser() as seen:
+    with browser() as seen:
         chosen, name = seen.page.locator("#models select"), seen.page.locator("#model-head .name")
         for i in range(10):
-            cluster.post("/models", {"name": f"model-{i}", "params": {"w": {"shape": [2]}}}, status=201)
-        seen.page.goto(cluster.url)
+            emptied.post("/models", {"name": f"model-{i}", "params": {"w": {"shape": [2]}}}, status=201)
+        seen.page.goto(emptied.url)
         seen.page.wait_for_selector("#models:has-text('10 models')")
         chosen.select_option("model-4")
-        cluster.post("/models", {"name": "newer", "params": {"w": {"shape": [2]}}}, status=201)
+        emptied.post("/models", {"name": "newer", "params": {"w": {"shape": [2]}}}, status=201)
         seen.page.wait_for_selector("#models:has-text('11 models')")
         assert (chosen.input_value(), name.inner_text()) == ("model-4", "model-4")
-        cluster.call("DELETE", "/models/newer")
+        emptied.call("DELETE", "/models/newer")
         seen.page.wait_for_selector("#models:has-text('10 models')")
         assert (chosen.input_value(), name.inner_text()) == ("model-4", "model-4")
         assert seen.errors == []
 
 
-def test_a_models_first_run_has_the_settings_that_its_form_shows(tmp_path: Path, browser: Pages) -> None:
+def test_a_models_first_run_has_the_settings_that_its_form_shows(emptied: Nodes, browser: Pages) -> None:
     """The form for a model's first run shows the model's own settings, and sends all of a new mode that it shows."""
-    with nodes(tmp_path, shards=1) as cluster, browser() as seen:
+    with browser() as seen:
         page, ssp = seen.page, {"mode": "ssp", "min_workers": 4}
         for name in ("ran", "new"):
             spec = {"name": name, "params": {"w": {"shape": [8]}}, "consistency": ssp}
-            cluster.post("/models", spec, status=201)
-        cluster.post("/runs", {"model": "ran", "entry": "a.b:c", "evaluate_every": 10}, status=201)
-        page.goto(cluster.url)
+            emptied.post("/models", spec, status=201)
+        emptied.post("/runs", {"model": "ran", "entry": "a.b:c", "evaluate_every": 10}, status=201)
+        page.goto(emptied.url)
         page.click("#new-run summary")
         page.wait_for_selector("#new-run [name=evaluate_every]")
         page.select_option("#new-run [name=model]", "new")
@@ -208,21 +207,22 @@ def test_a_models_first_run_has_the_settings_that_its_form_shows(tmp_path: Path,
         page.select_option("#new-run [name='consistency.mode']", "sync")
         assert page.input_value("#new-run [name='consistency.min_workers']") == "4"
         page.click("#new-run button")
-        page.wait_for_selector("#new-run .good:has-text('run-2 is waiting')")
-        spec = cluster.get("/models/new")["spec"]
+        page.wait_for_selector("#new-run .good:has-text('is waiting')")
+        spec = emptied.get("/models/new")["spec"]
         shown = spec["evaluate_every"], spec["consistency"]["mode"], spec["consistency"]["min_workers"]
         assert shown == (0, "sync", 4)
         assert seen.errors == []
 
 
-def test_long_names_and_a_young_model_are_seen(tmp_path: Path, browser: Pages) -> None:
+def test_long_names_and_a_young_model_are_seen(emptied: Nodes, browser: Pages) -> None:
     """On a phone a metric's long name fits, and in the longest range the only value that was reported is drawn."""
     names = {"m" * 64: 123456789.0, "loss": 1e8, "neg": -3.0, "huge": 1e30}
-    with nodes(tmp_path, shards=1) as cluster, browser(viewport=PHONE) as seen:
-        cluster.post("/models", {"name": "n" * 64, "params": {"w": {"shape": [8]}}}, status=201)
-        cluster.post(f"/models/{'n' * 64}/workers", {"name": "a", "lease_s": 60}, status=201)
-        cluster.post(f"/models/{'n' * 64}/metrics", {"worker": f"{'n' * 64}/a", "metrics": names}, status=200)
-        seen.page.goto(cluster.url)
+    with browser(viewport=PHONE) as seen:
+        emptied.post("/models", {"name": "n" * 64, "params": {"w": {"shape": [8]}}}, status=201)
+        emptied.post(f"/models/{'n' * 64}/workers", {"name": "a", "lease_s": 60}, status=201)
+        emptied.post(f"/models/{'n' * 64}/metrics", {"worker": f"{'n' * 64}/a", "metrics": names}, status=200)
+        seen.page.goto(emptied.url)
+        seen.page.wait_for_selector("#model-head .name:has-text('nnn')")
         seen.page.click('#ranges [data-span="86400"]')
         seen.page.wait_for_selector("#model-charts canvas")
         # The only colored pixels are those of the point: the axes are gray.
@@ -239,7 +239,7 @@ def test_long_names_and_a_young_model_are_seen(tmp_path: Path, browser: Pages) -
         lines = "e => { const r = new Range(); r.selectNodeContents(e); return r.getClientRects().length; }"
         assert value.evaluate(lines) == 1
         assert "1.00e+30" in seen.text("#model-head")
-        cluster.post(f"/models/{'n' * 64}/workers", {"name": "w" * 60, "lease_s": 60}, status=201)
+        emptied.post(f"/models/{'n' * 64}/workers", {"name": "w" * 60, "lease_s": 60}, status=201)
         seen.page.set_viewport_size({"width": 1024, "height": 768})
         seen.page.wait_for_selector("#workers tr:has-text('www')")
         inside = "table => table.clientWidth <= table.parentElement.clientWidth"
@@ -247,11 +247,12 @@ def test_long_names_and_a_young_model_are_seen(tmp_path: Path, browser: Pages) -
         assert seen.errors == []
 
 
-def test_charts_have_names_scales_and_present_values(tmp_path: Path, browser: Pages) -> None:
+def test_charts_have_names_scales_and_present_values(emptied: Nodes, browser: Pages) -> None:
     """A chart has its title's name and, if values differ in their last digit, no scale of that; old values go."""
-    with nodes(tmp_path, shards=1) as cluster, browser() as seen:
-        cluster.post("/models", {"name": "m", "params": {"w": {"shape": [8]}}}, status=201)
-        seen.page.goto(cluster.url)
+    with browser() as seen:
+        emptied.post("/models", {"name": "m", "params": {"w": {"shape": [8]}}}, status=201)
+        seen.page.goto(emptied.url)
+        seen.page.wait_for_selector("#model-head .name:text-is('m')")
         seen.page.get_by_role("figure", name="Push time").wait_for()
         scale = 'import(new URL("static/charts.js", location)).then(m => m.spread(0.93, 0.93 + 2e-16, false))'
         low, high = seen.page.evaluate(scale)
@@ -270,15 +271,15 @@ def test_charts_have_names_scales_and_present_values(tmp_path: Path, browser: Pa
         assert seen.errors == []
 
 
-def test_a_training_that_diverged_is_seen(tmp_path: Path, browser: Pages) -> None:
+def test_a_training_that_diverged_is_seen(emptied: Nodes, browser: Pages) -> None:
     """A loss that becomes NaN is told in the worker's row, the model's numbers, the chart and the events."""
-    with nodes(tmp_path, shards=1) as cluster, browser(viewport=PHONE) as seen:
+    with browser(viewport=PHONE) as seen:
         page = seen.page
-        cluster.post("/models", {"name": "m", "params": {"w": {"shape": [8]}}}, status=201)
-        cluster.post("/models/m/workers", {"name": "a", "lease_s": 600}, status=201)
+        emptied.post("/models", {"name": "m", "params": {"w": {"shape": [8]}}}, status=201)
+        emptied.post("/models/m/workers", {"name": "a", "lease_s": 600}, status=201)
         for loss in (0.5, None):
-            cluster.post("/models/m/metrics", {"worker": "m/a", "metrics": {"loss": loss}}, status=200)
-        page.goto(cluster.url)
+            emptied.post("/models/m/metrics", {"worker": "m/a", "metrics": {"loss": loss}}, status=200)
+        page.goto(emptied.url)
         page.wait_for_selector("#model-head .diverged:has-text('as m/a reports'):has-text('The last number was 0.5')")
         told = seen.text("#model-head [role=alert]")  # it is read aloud whenever it changes
         assert "as m/a reports" in told
@@ -287,16 +288,16 @@ def test_a_training_that_diverged_is_seen(tmp_path: Path, browser: Pages) -> Non
             assert "NaN or ∞" in seen.text(part)
         page.wait_for_selector("#events li:has-text('loss of model m is NaN')")
         fits(seen)
-        cluster.post("/models/m/metrics", {"worker": "m/a", "metrics": {"loss": 0.25}}, status=200)
+        emptied.post("/models/m/metrics", {"worker": "m/a", "metrics": {"loss": 0.25}}, status=200)
         eventually(lambda: "NaN" not in page.inner_text("#model"), what="the end of the warning")
         assert seen.errors == []
 
 
-def test_the_page_of_the_api_comes_from_the_node_alone(tmp_path: Path, browser: Pages) -> None:
+def test_the_page_of_the_api_comes_from_the_node_alone(emptied: Nodes, browser: Pages) -> None:
     """A node's API page loads everything from that node, and a request tried from it is answered."""
-    with nodes(tmp_path, shards=1) as cluster, browser() as seen:
+    with browser() as seen:
         page = seen.page
-        for url, tried in ((cluster.url, "/models"), (f"http://127.0.0.1:{cluster.shard_ports['shard-0']}", "/livez")):
+        for url, tried in ((emptied.url, "/models"), (f"http://127.0.0.1:{emptied.shard_ports['shard-0']}", "/livez")):
             page.goto(f"{url}/docs")
             operation = page.locator(".opblock-get", has=page.locator(f'[data-path="{tried}"]'))
             operation.locator(".opblock-summary-control").click()
@@ -308,10 +309,10 @@ def test_the_page_of_the_api_comes_from_the_node_alone(tmp_path: Path, browser: 
         assert seen.errors == []
 
 
-def test_forty_shards_can_be_told_apart(tmp_path: Path, browser: Pages) -> None:
+def test_forty_shards_can_be_told_apart(emptied: Nodes, browser: Pages) -> None:
     """The first forty shards and the scheduler have each their own color and stripes; stripes are drawn."""
-    with nodes(tmp_path, shards=1) as cluster, browser() as seen:
-        seen.page.goto(cluster.url)
+    with browser() as seen:
+        seen.page.goto(emptied.url)
         seen.page.wait_for_selector("#nodes tbody tr")
         looks = seen.page.evaluate("""async () => {
             const {look} = await import(new URL("static/nodes.js", location)), found = [];
@@ -327,14 +328,15 @@ def test_forty_shards_can_be_told_apart(tmp_path: Path, browser: Pages) -> None:
         assert seen.errors == []
 
 
-def test_names_are_never_read_as_markup(tmp_path: Path, browser: Pages) -> None:
+def test_names_are_never_read_as_markup(emptied: Nodes, browser: Pages) -> None:
     """A metric whose name is an HTML tag is shown as plain text."""
     evil = "<img src=x onerror=alert(1)>"
-    with nodes(tmp_path, shards=1) as cluster, browser() as seen:
-        cluster.post("/models", {"name": "m", "params": {"w": {"shape": [8]}}}, status=201)
-        cluster.post("/models/m/workers", {"name": "a", "lease_s": 60}, status=201)
-        cluster.post("/models/m/metrics", {"worker": "m/a", "metrics": {evil: 1.5}}, status=200)
-        seen.page.goto(cluster.url)
+    with browser() as seen:
+        emptied.post("/models", {"name": "m", "params": {"w": {"shape": [8]}}}, status=201)
+        emptied.post("/models/m/workers", {"name": "a", "lease_s": 60}, status=201)
+        emptied.post("/models/m/metrics", {"worker": "m/a", "metrics": {evil: 1.5}}, status=200)
+        seen.page.goto(emptied.url)
+        seen.page.wait_for_selector("#model-head .name:text-is('m')")
         seen.page.wait_for_selector("#workers tbody tr")
 
         eventually(lambda: evil in seen.text("#model-charts"), what="the chart of the metric")

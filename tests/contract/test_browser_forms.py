@@ -22,13 +22,6 @@ from .processes import Nodes, nodes
 pytestmark = MARKS
 
 
-@pytest.fixture
-def cluster(lone: Nodes) -> Nodes:
-    """A scheduler and a shard, without models; all runs of earlier tests are over."""
-    lone.empty()
-    return lone
-
-
 def typed(lines: str, folder: Path) -> None:
     """Run lines copied from the page in a shell that finds psctl, in that folder, and say yes to what it asks."""
     env = os.environ | {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
@@ -62,31 +55,31 @@ def test_an_empty_page_leads_to_a_training_and_a_failed_run_shows_its_traceback(
         assert seen.errors == []
 
 
-def test_a_run_that_is_refused_leaves_the_settings_of_the_one_that_trains(cluster: Nodes, browser: Pages) -> None:
+def test_a_run_that_is_refused_leaves_the_settings_of_the_one_that_trains(emptied: Nodes, browser: Pages) -> None:
     """The form for a run on a model that another run trains is refused before it has changed the model's settings."""
     with browser() as seen:
         page = seen.page
-        with ps.connect(cluster.url) as client:
+        with ps.connect(emptied.url) as client:
             client.create_model("busy", {"w": (2,)})
             run = client.create_run("busy", "elsewhere:train")["id"]
-        page.goto(cluster.url)
+        page.goto(emptied.url)
 
         page.click("#new-run summary")
         page.select_option("#new-run [name='consistency.mode']", "sync")
         page.click("#new-run button")
 
         page.wait_for_selector(f"#new-run .bad:has-text(\"run '{run}' is training model 'busy'; stop it first\")")
-        assert cluster.get("/models/busy")["revision"] == 0
+        assert emptied.get("/models/busy")["revision"] == 0
 
 
-def test_a_run_is_configured_and_steered_from_the_page(cluster: Nodes, browser: Pages) -> None:
+def test_a_run_is_configured_and_steered_from_the_page(emptied: Nodes, browser: Pages) -> None:
     """The page changes a model's settings, starts a run on a new model like it, and pauses, resumes and stops it."""
     with browser(viewport=PHONE) as seen:
         page = seen.page
         page.on("dialog", lambda dialog: dialog.accept())
-        with ps.connect(cluster.url) as client:
+        with ps.connect(emptied.url) as client:
             client.create_model("digits", digits.spec(), optimizer=ps.SGD(lr=0.1))
-        page.goto(cluster.url)
+        page.goto(emptied.url)
 
         page.wait_for_selector("#model-head .name:has-text('digits')")  # the first status may have an earlier test's
         page.click("#settings summary")
@@ -99,12 +92,12 @@ def test_a_run_is_configured_and_steered_from_the_page(cluster: Nodes, browser: 
         page.fill("#settings [name='consistency.quorum']", "7")
         page.click("#settings button")
         page.wait_for_selector("#settings .bad:has-text('quorum')")
-        assert cluster.get("/models/digits")["revision"] == 0
+        assert emptied.get("/models/digits")["revision"] == 0
         page.fill("#settings [name='consistency.quorum']", "0.75")
         fits(seen)
         page.click("#settings button")
         page.wait_for_selector("#settings .good:has-text('revision 1')")
-        spec = cluster.get("/models/digits")["spec"]
+        spec = emptied.get("/models/digits")["spec"]
         assert spec["optimizer"]["lr"] == 0.05
         assert (spec["consistency"]["mode"], spec["consistency"]["quorum"]) == ("sync", 0.75)
 
@@ -114,7 +107,7 @@ def test_a_run_is_configured_and_steered_from_the_page(cluster: Nodes, browser: 
             page.fill("#new-run [name=args]", wrong)
             page.click("#new-run button")
             page.wait_for_selector("#new-run .bad:has-text('must be a JSON object')")
-        assert [m["name"] for m in cluster.get("/models")["items"]] == ["digits"]
+        assert [m["name"] for m in emptied.get("/models")["items"]] == ["digits"]
         page.fill("#new-run [name=args]", '{"batch_size": 16}')
         page.fill("#new-run [name=workers]", "2")
         for earlier in ("clocks", "limit"):  # of the last run of another test
@@ -131,10 +124,10 @@ def test_a_run_is_configured_and_steered_from_the_page(cluster: Nodes, browser: 
         fits(seen)
         page.click("#new-run button")
         page.wait_for_selector("#new-run .good:has-text('is waiting')")
-        new, run = cluster.get("/models/digits-2")["spec"], cluster.get("/runs")["items"][0]
+        new, run = emptied.get("/models/digits-2")["spec"], emptied.get("/runs")["items"][0]
         assert new["params"] == spec["params"]
         assert (new["optimizer"]["lr"], new["consistency"]["mode"], new["consistency"]["staleness"]) == (0.2, "ssp", 3)
-        assert cluster.get("/models/digits")["spec"] == spec
+        assert emptied.get("/models/digits")["spec"] == spec
         page.wait_for_selector("#runs button")
         assert page.is_visible("#settings [name='optimizer.lr']")  # not replaced by the newer model's
         stop = {"minutes": 7, "metric": {"name": "accuracy", "at_least": 0.97}}
@@ -144,25 +137,25 @@ def test_a_run_is_configured_and_steered_from_the_page(cluster: Nodes, browser: 
         for button, state in (("Pause", "paused"), ("Resume", "waiting"), ("Stop", "stopped")):
             page.click(f"#runs button:has-text('{button}')")
             page.wait_for_selector(f"#runs-said:has-text('{run['id']} is {state}')")
-            assert cluster.get(f"/runs/{run['id']}")["state"] == state
+            assert emptied.get(f"/runs/{run['id']}")["state"] == state
         eventually(lambda: page.locator("#runs button").count() == 0, what="the end of the run on the page")
         fits(seen)
         assert [e for e in seen.errors if "422" not in e] == []
 
 
-def test_the_form_of_a_run_reads_lists_to_their_end(cluster: Nodes, browser: Pages) -> None:
+def test_the_form_of_a_run_reads_lists_to_their_end(emptied: Nodes, browser: Pages) -> None:
     """The form offers every model, and what the model's last run had, also where the node answers page by page."""
     with browser() as seen:
         for model, workers in (("first", 3), ("second", 2), ("third", 1)):
-            cluster.post("/models", {"name": model, "params": {"w": {"shape": [8]}}}, status=201)
-            cluster.post("/runs", {"model": model, "entry": "a.b:c", "workers": workers}, status=201)
+            emptied.post("/models", {"name": model, "params": {"w": {"shape": [8]}}}, status=201)
+            emptied.post("/runs", {"model": model, "entry": "a.b:c", "workers": workers}, status=201)
 
         def one_item_a_page(route: Any) -> None:
             url = route.request.url
             route.continue_(url=f"{url}{'&' if '?' in url else '?'}limit=1")
 
         seen.page.route(re.compile(r"/(models|runs)(\?[^/]*)?$"), one_item_a_page)
-        seen.page.goto(cluster.url)
+        seen.page.goto(emptied.url)
         seen.page.click("#new-run summary")
         seen.page.wait_for_selector("#new-run [name=workers]")
         options = seen.page.locator("#new-run [name=model] option")
@@ -175,58 +168,58 @@ def test_the_form_of_a_run_reads_lists_to_their_end(cluster: Nodes, browser: Pag
         assert seen.errors == []
 
 
-def test_a_new_run_is_evaluated_as_the_last_one_was(cluster: Nodes, browser: Pages) -> None:
+def test_a_new_run_is_evaluated_as_the_last_one_was(emptied: Nodes, browser: Pages) -> None:
     """The form for a run has the evaluations, checkpoints and end that the last run had, and the next one gets them."""
     with browser() as seen:
-        cluster.post("/models", {"name": "m", "params": {"w": {"shape": [8]}}}, status=201)
+        emptied.post("/models", {"name": "m", "params": {"w": {"shape": [8]}}}, status=201)
         stop = {"clocks": 90, "metric": {"name": "loss", "at_most": 0.25}}
         last = {"model": "m", "entry": "a.b:c", "evaluate_every": 10, "checkpoint_every": 500, "stop": stop}
-        run = cluster.post("/runs", last, status=201)["id"]
-        cluster.call("PATCH", f"/runs/{run}", {"state": "stopped"})
-        seen.page.goto(cluster.url)
+        run = emptied.post("/runs", last, status=201)["id"]
+        emptied.call("PATCH", f"/runs/{run}", {"state": "stopped"})
+        seen.page.goto(emptied.url)
         seen.page.click("#new-run summary")
         seen.page.wait_for_selector("#new-run [name=evaluate_every]")
         shown = [seen.page.input_value(f"#new-run [name='{n}']") for n in ("evaluate_every", "checkpoint.every_clocks")]
         assert shown == ["10", "500"]
         seen.page.click("#new-run button")
         seen.page.wait_for_selector("#new-run .good:has-text('is waiting')")
-        spec = cluster.get("/models/m")["spec"]
+        spec = emptied.get("/models/m")["spec"]
         assert (spec["evaluate_every"], spec["checkpoint"]["every_clocks"]) == (10, 500)
-        (newest, before) = cluster.get("/runs")["items"][:2]
+        (newest, before) = emptied.get("/runs")["items"][:2]
         assert (before["id"], newest["stop"]) == (run, stop)
         assert seen.errors == []
 
 
-def test_a_focus_stays_with_its_run_and_its_model(cluster: Nodes, browser: Pages) -> None:
+def test_a_focus_stays_with_its_run_and_its_model(emptied: Nodes, browser: Pages) -> None:
     """By keyboard alone a run is paused, although another run and another model have come before it meanwhile."""
     with browser() as seen:
         page = seen.page
         for model in ("first", "second"):
-            cluster.post("/models", {"name": model, "params": {"w": {"shape": [8]}}}, status=201)
-        first = cluster.post("/runs", {"model": "first", "entry": "a.b:c", "workers": 1}, status=201)["id"]
-        page.goto(cluster.url)
+            emptied.post("/models", {"name": model, "params": {"w": {"shape": [8]}}}, status=201)
+        first = emptied.post("/runs", {"model": "first", "entry": "a.b:c", "workers": 1}, status=201)["id"]
+        page.goto(emptied.url)
         page.focus(f"#runs [data-run={first}]:has-text('Pause')")  # the first status may have an earlier test's
-        second = cluster.post("/runs", {"model": "second", "entry": "a.b:c", "workers": 1}, status=201)["id"]
+        second = emptied.post("/runs", {"model": "second", "entry": "a.b:c", "workers": 1}, status=201)["id"]
         page.wait_for_selector(f"#runs [data-run={second}]")
         assert page.evaluate("document.activeElement.dataset.run") == first
         page.keyboard.press("Enter")
         page.wait_for_selector(f"#runs-said:has-text('{first} is paused')")
         eventually(lambda: page.evaluate("document.activeElement.textContent") == "Resume", what="the focus' staying")
-        assert [cluster.get(f"/runs/{run}")["state"] for run in (first, second)] == ["paused", "waiting"]
+        assert [emptied.get(f"/runs/{run}")["state"] for run in (first, second)] == ["paused", "waiting"]
 
         page.focus('#models [data-model="first"]')
-        cluster.post("/models", {"name": "third", "params": {"w": {"shape": [8]}}}, status=201)
+        emptied.post("/models", {"name": "third", "params": {"w": {"shape": [8]}}}, status=201)
         page.wait_for_selector('#models [data-model="third"]')
         page.keyboard.press("Space")
         eventually(lambda: seen.text("#model-head .name") == "first", what="the chosen model")
         assert seen.errors == []
 
 
-def test_a_run_is_called_the_same_wherever_the_page_names_it(cluster: Nodes, browser: Pages) -> None:
+def test_a_run_is_called_the_same_wherever_the_page_names_it(emptied: Nodes, browser: Pages) -> None:
     """The table, the question before a run is stopped and what came of it have both the run's name and its id."""
     with browser() as seen:
-        cluster.post("/models", {"name": "m", "params": {"w": {"shape": [8]}}}, status=201)
-        run = cluster.post("/runs", {"name": "nightly", "model": "m", "entry": "a.b:c"}, status=201)["id"]
+        emptied.post("/models", {"name": "m", "params": {"w": {"shape": [8]}}}, status=201)
+        run = emptied.post("/runs", {"name": "nightly", "model": "m", "entry": "a.b:c"}, status=201)["id"]
         named, asked = f"nightly ({run})", []
 
         def accept(dialog: Any) -> None:
@@ -234,7 +227,7 @@ def test_a_run_is_called_the_same_wherever_the_page_names_it(cluster: Nodes, bro
             dialog.accept()
 
         seen.page.on("dialog", accept)
-        seen.page.goto(cluster.url)
+        seen.page.goto(emptied.url)
         # Not the first button: the first status may still have an earlier test's run.
         seen.page.click(f"#runs button[aria-label='Stop {named}']")
         seen.page.wait_for_selector(f"#runs-said:has-text('{named} is stopped')")
@@ -243,20 +236,20 @@ def test_a_run_is_called_the_same_wherever_the_page_names_it(cluster: Nodes, bro
         assert seen.errors == []
 
 
-def test_the_buttons_of_a_run_are_whole_at_every_width(cluster: Nodes, browser: Pages) -> None:
+def test_the_buttons_of_a_run_are_whole_at_every_width(emptied: Nodes, browser: Pages) -> None:
     """Beside a long name, a reason for waiting and a run's progress, buttons are in view and one line high."""
     with browser() as seen:
         name = "a-model-with-a-rather-long-name-" + "7" * 32
-        cluster.post("/models", {"name": name, "params": {"w": {"shape": [8]}}}, status=201)
-        run = cluster.post("/runs", {"model": name, "entry": "a.b:c", "workers": 1}, status=201)["id"]
-        eventually(lambda: cluster.get("/status")["runs"][0]["id"] == run, what="the run in the status")
-        status = cluster.get("/status")
+        emptied.post("/models", {"name": name, "params": {"w": {"shape": [8]}}}, status=201)
+        run = emptied.post("/runs", {"model": name, "entry": "a.b:c", "workers": 1}, status=201)["id"]
+        eventually(lambda: emptied.get("/status")["runs"][0]["id"] == run, what="the run in the status")
+        status = emptied.get("/status")
         (waiting,) = [r for r in status["runs"] if r["id"] == run]
         training = waiting | {"id": "run-0", "model": "short", "state": "running", "reason": "", "progress": 0.5}
         status["runs"] = [waiting, training | {"ran_s": 4000.0}]
         answer = {"content_type": "text/event-stream", "body": f"event: status\ndata: {json.dumps(status)}\n\n"}
         seen.page.route("**/status/stream", lambda route: route.fulfill(**answer))
-        seen.page.goto(cluster.url)
+        seen.page.goto(emptied.url)
         seen.page.wait_for_selector("#runs .reason:has-text('no worker')")
         for width in (1440, 1120, 800, 375):
             seen.page.set_viewport_size({"width": width, "height": 812})
@@ -271,40 +264,40 @@ def test_the_buttons_of_a_run_are_whole_at_every_width(cluster: Nodes, browser: 
             fits(seen)
 
 
-def test_what_the_page_leaves_to_a_terminal_works_as_shown(cluster: Nodes, tmp_path: Path, browser: Pages) -> None:
+def test_what_the_page_leaves_to_a_terminal_works_as_shown(emptied: Nodes, tmp_path: Path, browser: Pages) -> None:
     """A model with uploaded values is copied by the commands that the form shows, and deleted by the page's line."""
     with browser(viewport=PHONE) as seen:
         page = seen.page
-        with ps.connect(cluster.url) as client:
+        with ps.connect(emptied.url) as client:
             client.create_model("own", {"w": np.ones(8, np.float32)})
-        page.goto(cluster.url)
+        page.goto(emptied.url)
         page.click("#new-run summary")
         page.wait_for_selector("#new-run .note:has-text('a client uploaded the initial values of w')")
         assert page.locator("#new-run [name=fresh]").count() == 0
         fits(seen)
         typed(page.locator("#new-run .note pre").inner_text(), tmp_path)
-        assert cluster.get("/models/own-2")["state"] == "ready"
+        assert emptied.get("/models/own-2")["state"] == "ready"
 
         page.click("#shard-commands summary")
-        assert page.locator("#shard-commands code", has_text=f"psctl scale shards 2 --url {cluster.url}").is_visible()
-        page.goto(f"{cluster.url}#own")
+        assert page.locator("#shard-commands code", has_text=f"psctl scale shards 2 --url {emptied.url}").is_visible()
+        page.goto(f"{emptied.url}#own")
         eventually(lambda: seen.text("#model-head .name") == "own", what="the model of the link")
         page.click("#model-commands summary")
         typed(page.locator("#model-commands dd", has_text="DELETE").inner_text(), tmp_path)
         eventually(lambda: "own-2" in seen.text("#model-head"), what="the other model")
-        cluster.get("/models/own", status=404)
+        emptied.get("/models/own", status=404)
         fits(seen)
         assert seen.errors == []
 
 
-def test_lines_that_are_unfolded_stay_those_of_their_model(cluster: Nodes, browser: Pages) -> None:
+def test_lines_that_are_unfolded_stay_those_of_their_model(emptied: Nodes, browser: Pages) -> None:
     """Lines to copy do not become a newer model's while they are read; who chooses that model finds them folded."""
     with browser() as seen:
-        cluster.post("/models", {"name": "first", "params": {"w": {"shape": [8]}}}, status=201)
-        seen.page.goto(cluster.url)
+        emptied.post("/models", {"name": "first", "params": {"w": {"shape": [8]}}}, status=201)
+        seen.page.goto(emptied.url)
         seen.page.wait_for_selector("#model-head .name:has-text('first')")
         seen.page.click("#model-commands summary")
-        cluster.post("/models", {"name": "second", "params": {"w": {"shape": [8]}}}, status=201)
+        emptied.post("/models", {"name": "second", "params": {"w": {"shape": [8]}}}, status=201)
         seen.page.wait_for_selector('#models [data-model="second"]')
         assert "psctl delete first" in seen.text("#model-commands")
         seen.page.click('#models [data-model="second"]')
@@ -351,14 +344,14 @@ def test_a_change_from_the_page_needs_a_token_that_permits_it(
         assert not page.is_visible("#token")
 
 
-def test_a_form_that_cannot_be_filled_says_why(cluster: Nodes, browser: Pages) -> None:
+def test_a_form_that_cannot_be_filled_says_why(emptied: Nodes, browser: Pages) -> None:
     """A form whose request for the present settings fails shows the node's own words and hint, not only the status."""
     with browser() as seen:
-        cluster.post("/models", {"name": "m", "params": {"w": {"shape": [8]}}}, status=201)
-        seen.page.goto(f"http://127.0.0.1:{cluster.shard_ports['shard-0']}")
+        emptied.post("/models", {"name": "m", "params": {"w": {"shape": [8]}}}, status=201)
+        seen.page.goto(f"http://127.0.0.1:{emptied.shard_ports['shard-0']}")
         seen.page.wait_for_selector("#model-head .name")
-        cluster.kill("scheduler")  # and the next test's start brings it back
+        emptied.kill("scheduler")  # and the next test's start brings it back
         seen.page.click("#settings summary")
         seen.page.wait_for_selector("#settings .bad", timeout=60_000)
-        told = cluster.http.get(f"http://127.0.0.1:{cluster.shard_ports['shard-0']}/models/m").json()
+        told = emptied.http.get(f"http://127.0.0.1:{emptied.shard_ports['shard-0']}/models/m").json()
         assert seen.text("#settings output") == "; ".join(told[part] for part in ("detail", "hint") if part in told)

@@ -161,7 +161,6 @@ def test_a_worker_on_asyncio_belongs_to_the_process_that_opened_it(rest_cluster:
 @pytest.mark.parametrize("error", [None, SystemExit()])
 def test_a_stream_goes_on_in_the_process_that_began_it(cluster: Nodes, error: BaseException | None) -> None:
     """A child forked while a streamed push is sent can neither add to it nor end it, and leaves its block at once."""
-    shards = [cluster.processes[name] for name in cluster.shard_ports]
     with ps.connect(cluster.url) as client, made(client).worker() as worker:
         push = worker.stream()
         push.__enter__()
@@ -172,15 +171,10 @@ def test_a_stream_goes_on_in_the_process_that_began_it(cluster: Nodes, error: Ba
             push.__exit__(None if error is None else type(error), error, None)
             return push.result.state == "dropped"
 
-        for shard in shards:
-            shard.send_signal(signal.SIGSTOP)
-        try:
+        with cluster.paused(*cluster.shard_ports):
             push.put("a", np.full(SIZE // 3, -1.0, np.float32))
             eventually(lambda: push._reading._users, what="the sending of a part")
             child = ended(forked(leave))
-        finally:
-            for shard in shards:
-                shard.send_signal(signal.SIGCONT)
         push.put("b", np.full((2, SIZE // 3), -1.0, np.float32))
         push.__exit__(None, None, None)
         assert child == 0

@@ -62,17 +62,13 @@ def test_what_is_written_after_a_stream_that_was_left_is_never_pushed(lone: Node
     with ps.connect(lone.url) as client:
         model = client.create_model(unique("m"), {"w": (LARGE,)}, optimizer=ps.Sum(), partitions=1)
         gradient = np.ones(LARGE, np.float32)
-        shard = lone.processes["shard-0"]
         with model.worker() as w:
             w.pull()
             lose_sockets(model)
-            shard.send_signal(signal.SIGSTOP)
-            try:
+            with lone.paused("shard-0"):
                 with pytest.raises(own):
                     leave(w, gradient, own)
                 gradient[...] = 1000.0
-            finally:
-                shard.send_signal(signal.SIGCONT)
             eventually(lambda: stream_thread() is None)
             w.push({"w": np.ones(LARGE, np.float32)})
         assert set(model.pull().flat.tolist()) <= {1.0, 2.0}

@@ -329,14 +329,10 @@ def test_a_shard_that_stands_still_is_not_waited_for(cluster: Nodes) -> None:
     with ps.connect(cluster.url, timeout=60.0) as client:
         model = client.create_model("still", {"w": (64,)}, optimizer=ps.Sum(), partitions=2)
         model.push({"w": np.ones(64, np.float32)})
-        stopped = cluster.processes["shard-0"]
-        stopped.send_signal(signal.SIGSTOP)
-        try:
+        with cluster.paused("shard-0"):
             before = time.monotonic()
             model.push({"w": np.ones(64, np.float32)})
             assert time.monotonic() - before < 30.0
-        finally:
-            stopped.send_signal(signal.SIGCONT)
         eventually(lambda: cluster.get("/map")["shards"]["shard-0"]["alive"], what="the return")
         assert set(model.pull()["w"]) <= {1.0, 2.0}
 

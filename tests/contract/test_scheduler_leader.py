@@ -1,6 +1,5 @@
 """Several schedulers: one leads, the others forward to it, and training continues whatever happens to the leader."""
 
-import os
 import signal
 import threading
 import time
@@ -17,7 +16,6 @@ from tests.refusals import refused_with
 from tests.waiting import eventually
 
 import paramserver as ps
-from paramserver_node import redis_server
 
 from .processes import Nodes, Patient, leader, nodes, process_name, signal_to, summing_model, unique
 
@@ -172,12 +170,9 @@ def test_a_paused_leader_says_nothing_before_it_asked(cluster: Nodes) -> None:
     old = leader(cluster)
     process = cluster.processes[process_name(old)]
     with Training(",".join(cluster.urls), name, 2).running() as training:
-        signal_to(cluster, old, signal.SIGSTOP)
-        try:
+        with cluster.paused(process_name(old)):
             term = term_of(cluster, 1 - old)
             training.goes_on(within_s=30.0)
-        finally:
-            signal_to(cluster, old, signal.SIGCONT)
         found = cluster.http.get(f"{cluster.urls[old]}/status")
         # Its first answer after the pause is the new leader's, or 503 if it could not ask one.
         assert found.status_code == 503 or found.json()["cluster"]["term"] == term
@@ -232,18 +227,13 @@ def test_redis_away_keeps_the_leader(cluster: Nodes) -> None:
     before = leader(cluster)
     term = cluster.get("/status")["cluster"]["term"]
     worker = cluster.post(f"/models/{name}/workers", {"name": "w0", "lease_s": 60}, status=201)["worker"]
-    pid = redis_server.serving_pid(int(cluster.redis_url.rsplit(":", 1)[1].split("/")[0]))
-    assert pid is not None
-    os.kill(pid, signal.SIGSTOP)
-    try:
+    with cluster.paused("redis"):
         stopped_s = time.monotonic()
         while time.monotonic() - stopped_s < 5.0:
             for url in cluster.urls:
                 beat = cluster.http.put(f"{url}/models/{name}/workers/{worker}", json={"epoch": 1})
                 assert beat.status_code == 200, beat.text
         assert cluster.get("/status")["cluster"]["redis"] == "away"
-    finally:
-        os.kill(pid, signal.SIGCONT)
     eventually(lambda: cluster.get("/status")["cluster"]["redis"] == "ok", what="the return of Redis")
     assert leader(cluster) == before
     status: Any = cluster.get("/status")["cluster"]

@@ -14,17 +14,9 @@ from paramserver_shard.directory import Directory
 from paramserver_shard.link import SchedulerLink
 from paramserver_shard.membership import Membership
 
-from .processes import Nodes, leader, nodes, unique
+from .processes import Nodes, leader, nodes, summing_model
 
 pytestmark = pytest.mark.process
-
-
-def made(cluster: Nodes) -> str:
-    """Create a model of four partitions that adds up what is pushed; return its name."""
-    name = unique("m")
-    spec = {"name": name, "params": {"w": {"shape": [8]}}, "optimizer": {"name": "sum"}, "partitions": 4}
-    cluster.post("/models", spec, status=201)
-    return name
 
 
 def lines(cluster: Nodes) -> dict[str, Any]:
@@ -34,7 +26,7 @@ def lines(cluster: Nodes) -> dict[str, Any]:
 
 def test_a_shard_is_drained_and_taken_back(cluster: Nodes) -> None:
     """A drained shard gives up all partitions, an active one gets its share back, and no push is lost meanwhile."""
-    name = made(cluster)
+    name = summing_model(cluster, "async", 8, partitions=4)
     pushes = 0
 
     def push() -> None:
@@ -71,7 +63,7 @@ def test_what_cannot_be_is_refused(cluster: Nodes) -> None:
 
 async def test_a_shard_asks_about_a_worker(cluster: Nodes) -> None:
     """A shard that asks the scheduler about a worker learns its epoch and generation, and whether it is live."""
-    name = made(cluster)
+    name = summing_model(cluster, "async", 8, partitions=4)
     me = cluster.post(f"/models/{name}/workers", {"name": "w0", "lease_s": 60}, status=201)
     link = SchedulerLink([cluster.url], Credentials())
     nothing: Any = None

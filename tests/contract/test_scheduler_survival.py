@@ -18,9 +18,8 @@ from tests.servers import running_redis
 from tests.waiting import eventually
 
 from paramserver import checkpoint
-from paramserver_node import redis_server
 
-from .processes import Nodes, nodes, unique
+from .processes import Nodes, nodes, summing_model, unique
 
 pytestmark = pytest.mark.process
 
@@ -50,14 +49,7 @@ def pull(cluster: Nodes, model: str, version: int) -> list[float]:
 
 def test_a_restart_keeps_everything(cluster: Nodes) -> None:
     """After SIGKILL and a restart the scheduler has models, epochs, clocks, tasks and runs, and training continues."""
-    name = unique("m")
-    spec = {
-        "name": name,
-        "params": {"w": {"shape": [5]}},
-        "optimizer": {"name": "sum"},
-        "consistency": {"mode": "sync"},
-    }
-    cluster.post("/models", spec | {"partitions": 2}, status=201)
+    name = summing_model(cluster)
     worker, epoch = joined(cluster, name)
     cluster.post(f"/models/{name}/tasks", {"dataset": "d", "size": 30, "task_size": 10}, status=201)
     lease = {"worker": worker, "epoch": epoch, "dataset": "d"}
@@ -89,18 +81,14 @@ def test_a_restart_keeps_everything(cluster: Nodes) -> None:
 
 def test_redis_away_stops_decisions_only(cluster: Nodes) -> None:
     """While Redis is stopped, decisions are 503 with Retry-After; reads, heartbeats, feeds and async pushes go on."""
-    name = unique("m")
-    spec = {"name": name, "params": {"w": {"shape": [5]}}, "optimizer": {"name": "sum"}, "partitions": 2}
-    cluster.post("/models", spec, status=201)
+    name = summing_model(cluster, "async")
     worker, epoch = joined(cluster, name)
     beat = f"/models/{name}/workers/{worker}"
-    pid = redis_pid(cluster)
     with cluster.http.stream("GET", "/events", timeout=10.0) as stream:
         lines = stream.iter_lines()
         next(lines)
-        os.kill(pid, signal.SIGSTOP)
-        try:
-            refused = cluster.http.post("/models", json=spec | {"name": unique("m")})
+        with cluster.paused("redis"):
+            refused = cluster.http.post("/models", json={"name": unique("m"), "params": {"w": {"shape": [5]}}})
             assert (refused.status_code, refused.json()["code"]) == (503, "storage_unavailable")
             assert int(refused.headers["retry-after"]) >= 1
             cluster.call("PUT", beat, {"epoch": epoch, "clock": 1}, status=200)
@@ -112,23 +100,16 @@ def test_redis_away_stops_decisions_only(cluster: Nodes) -> None:
             for line in lines:
                 if line == ": ping":
                     break
-        finally:
-            os.kill(pid, signal.SIGCONT)
     eventually(lambda: cluster.get("/status")["cluster"]["redis"] == "ok")
     cluster.call("PATCH", f"/models/{name}", {"consistency": {"lag": "scale"}}, status=200)
 
 
 def test_a_restore_that_redis_interrupts_is_over(cluster: Nodes) -> None:
     """A restore during which Redis stops is 503, and succeeds when it is repeated with Redis back."""
-    name = unique("m")
-    cluster.post("/models", {"name": name, "params": {"w": {"shape": [5]}}, "optimizer": {"name": "sum"}}, status=201)
+    name = summing_model(cluster, "async")
     cluster.post(f"/models/{name}/checkpoints", {"name": "mine"}, status=201)
-    pid = redis_pid(cluster)
-    os.kill(pid, signal.SIGSTOP)
-    try:
+    with cluster.paused("redis"):
         refused = cluster.post(f"/models/{name}/restore", {"checkpoint": "mine"}, status=503)
-    finally:
-        os.kill(pid, signal.SIGCONT)
     assert refused["code"] == "storage_unavailable"
     eventually(lambda: cluster.get("/status")["cluster"]["redis"] == "ok")
     cluster.post(f"/models/{name}/restore", {"checkpoint": "mine"}, status=200)
@@ -136,14 +117,9 @@ def test_a_restore_that_redis_interrupts_is_over(cluster: Nodes) -> None:
 
 def test_a_run_that_redis_has_not_confirmed_is_in_doubt(cluster: Nodes) -> None:
     """Who begins a run as Redis stops is told to look first: it begins once Redis is back, and again would be 409."""
-    name = unique("m")
-    cluster.post("/models", {"name": name, "params": {"w": {"shape": [5]}}}, status=201)
-    pid = redis_pid(cluster)
-    os.kill(pid, signal.SIGSTOP)
-    try:
+    name = summing_model(cluster, "async")
+    with cluster.paused("redis"):
         told = cluster.post("/runs", {"model": name, "entry": "a.b:c"}, status=503)
-    finally:
-        os.kill(pid, signal.SIGCONT)
     assert (told["code"], told["retryable"]) == ("in_doubt", False)
     assert "look first" in told["hint"]
     (run,) = [r["id"] for r in cluster.get("/runs")["items"] if r["model"] == name]
@@ -153,18 +129,11 @@ def test_a_run_that_redis_has_not_confirmed_is_in_doubt(cluster: Nodes) -> None:
     cluster.post("/runs", {"model": name, "entry": "a.b:c"}, status=409)
 
 
-def redis_pid(cluster: Nodes) -> int:
-    """The process id of the test's Redis."""
-    pid = redis_server.serving_pid(int(cluster.redis_url.rsplit(":", 1)[1].split("/")[0]))
-    assert pid is not None
-    return pid
-
-
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux sets limits of a process that runs")
 def test_a_redis_whose_disk_was_full_starts_again(tmp_path: Path) -> None:
     """Once the disk has room again, the leader has Redis rewrite its file, in which a write may have left a hole."""
     with nodes(tmp_path, shards=0) as cluster, Redis.from_url(cluster.redis_url) as plain:
-        pid = redis_pid(cluster)
+        pid = cluster.redis_pid
         began = int(plain.info("persistence")["aof_rewrites"])
 
         def rewrites() -> int:
@@ -232,8 +201,7 @@ def test_a_checkpoint_continues_anywhere(cluster: Nodes, partitions: int) -> Non
 
 def test_a_damaged_checkpoint_is_not_restored(cluster: Nodes) -> None:
     """Restoring a damaged checkpoint is refused with the file's name, and the model keeps its values."""
-    name = unique("m")
-    cluster.post("/models", {"name": name, "params": {"w": {"shape": [5]}}, "optimizer": {"name": "sum"}}, status=201)
+    name = summing_model(cluster, "async")
     made = cluster.post(f"/models/{name}/checkpoints", {"name": "mine"}, status=201)
     cluster.post("/push", {"model": name, "grads": {"w": [1.0] * 5}}, status=200)
     file = Path(made["path"]) / checkpoint.PARAMS
@@ -247,15 +215,8 @@ def test_a_damaged_checkpoint_is_not_restored(cluster: Nodes) -> None:
 
 def test_checkpoints_are_kept_by_rule(cluster: Nodes) -> None:
     """With a checkpoint at each clock and `keep: 2`, the last two stay, and the one with the best metric."""
-    name = unique("m")
-    spec: dict[str, Any] = {
-        "name": name,
-        "params": {"w": {"shape": [5]}},
-        "optimizer": {"name": "sum"},
-        "consistency": {"mode": "sync"},
-        "checkpoint": {"every_clocks": 1, "every_minutes": 0, "keep": 2, "metric": "accuracy", "best": "max"},
-    }
-    cluster.post("/models", spec, status=201)
+    rule = {"every_clocks": 1, "every_minutes": 0, "keep": 2, "metric": "accuracy", "best": "max"}
+    name = summing_model(cluster, checkpoint=rule)
     worker, epoch = joined(cluster, name)
     names = []
     for t, accuracy in enumerate([0.5, 0.9, 0.6, 0.7, 0.8]):

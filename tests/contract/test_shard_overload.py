@@ -23,7 +23,7 @@ from paramserver.limits import CLIENT_REQUESTS_MAX, MIB
 from paramserver.wire.frame import MEDIA_TYPE, PullFrame, PushFrame, PushPart, encode_header
 from paramserver_shard.inflight import MEMORY_SHARE, InFlight
 
-from .processes import Nodes, nodes, unique
+from .processes import Nodes, nodes, summing_model, unique
 
 FLOODER = "127.0.0.2"
 """Another address of this machine, which makes the flooder another client."""
@@ -126,10 +126,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nodes]:
 
 def made(cluster: Nodes, elements: int = 10, **spec: Any) -> str:
     """Create a model that adds up what is pushed, once there is memory: what a test needed is kept for a minute."""
-    name = unique("m")
-    body = {"name": name, "params": {"w": {"shape": [elements]}}, "optimizer": {"name": "sum"}, **spec}
-    eventually(lambda: cluster.post("/models", body), within_s=120, what="room for the model")
-    return name
+    return summing_model(cluster, "async", elements, **spec)
 
 
 def connection(cluster: Nodes, sent: bytes, address: str = FLOODER) -> socket.socket:

@@ -1,6 +1,5 @@
 """What a shard keeps and answers when it, its Redis or its scheduler dies."""
 
-import os
 import signal
 import socket
 import time
@@ -13,7 +12,7 @@ import redis as redis_client
 from tests.servers import free_port
 from tests.waiting import eventually
 
-from .processes import START_S, Nodes, unique
+from .processes import START_S, Nodes, summing_model
 
 pytestmark = pytest.mark.process
 
@@ -23,15 +22,6 @@ STOPPED_S = 60.0
 
 def url(cluster: Nodes, index: int) -> str:
     return f"http://127.0.0.1:{cluster.shard_ports[f'shard-{index}']}"
-
-
-def made(cluster: Nodes) -> str:
-    """Create a model of ten numbers that adds up what is pushed; return its name."""
-    name = unique("m")
-    cluster.post(
-        "/models", {"name": name, "params": {"w": {"shape": [10]}}, "optimizer": {"name": "sum"}, "partitions": 4}
-    )
-    return name
 
 
 def push(cluster: Nodes, name: str, seq: int, shard: int = 0) -> dict[str, Any]:
@@ -58,7 +48,7 @@ def durable(cluster: Nodes, name: str) -> int:
 
 def test_a_killed_shard_comes_back_or_is_replaced_with_its_values_and_push_ids(cluster: Nodes) -> None:
     """After SIGKILL a restarted shard serves its snapshots and knows duplicate pushes; if it stays away, the other."""
-    name = made(cluster)
+    name = summing_model(cluster, "async", 10, partitions=4)
     push(cluster, name, 1)
     push(cluster, name, 2)
     eventually(lambda: durable(cluster, name) == 2, what="the snapshots")
@@ -102,12 +92,9 @@ def test_a_shard_that_has_left_does_not_join_again(cluster: Nodes) -> None:
 
 def test_without_redis_pushes_go_on_and_snapshots_are_made_up_for(lone: Nodes) -> None:
     """While Redis is stopped pushes and pulls go on and the status is degraded; later all is durable."""
-    name = made(lone)
+    name = summing_model(lone, "async", 10, partitions=4)
     push(lone, name, 1)
-    with redis_client.Redis.from_url(lone.redis_url) as r:
-        pid = int(r.info("server")["process_id"])
-    os.kill(pid, signal.SIGSTOP)
-    try:
+    with lone.paused("redis"):
         for seq in range(2, 5):
             assert push(lone, name, seq)["durable_version"] <= 1
 
@@ -117,14 +104,12 @@ def test_without_redis_pushes_go_on_and_snapshots_are_made_up_for(lone: Nodes) -
 
         eventually(degraded, within_s=30, what="the word that Redis is away")
         assert pull(lone, name) == [4.0] * 10
-    finally:
-        os.kill(pid, signal.SIGCONT)
     eventually(lambda: durable(lone, name) == 4, within_s=30, what="the snapshots after the outage")
 
 
 def test_without_redis_and_scheduler_a_shard_stops_answering(lone: Nodes) -> None:
     """Without a scheduler a shard serves pushes and pulls as long as Redis answers, and is 503 soon after that."""
-    name = made(lone)
+    name = summing_model(lone, "async", 10, partitions=4)
     lone.kill("scheduler")
     began = time.monotonic()
 
@@ -136,17 +121,12 @@ def test_without_redis_and_scheduler_a_shard_stops_answering(lone: Nodes) -> Non
         told.append(serves())
     assert sum(told) > len(told) / 2, "Redis alone is enough"  # not each time, if the machine stands still
     assert push(lone, name, 1)["version"] == 1, "long after the scheduler's last word"
-    with redis_client.Redis.from_url(lone.redis_url) as r:
-        pid = int(r.info("server")["process_id"])
-    os.kill(pid, signal.SIGSTOP)
-    try:
+    with lone.paused("redis"):
         eventually(lambda: not serves(), within_s=20, what="the end of serving")
         answer = httpx.post(f"{url(lone, 0)}/pull", json={"model": name}, timeout=10)
         assert (answer.status_code, answer.json()["code"]) == (503, "unavailable")
         assert int(answer.headers["retry-after"]) >= 1
         assert httpx.get(f"{url(lone, 0)}/livez", timeout=30).status_code == 200
-    finally:
-        os.kill(pid, signal.SIGCONT)
     eventually(serves, what="serving again")
     lone.start_scheduler()
     eventually(lambda: push(lone, name, 2)["version"] == 2, what="a push")
@@ -184,7 +164,7 @@ def test_a_shard_at_another_redis_stays_out(cluster: Nodes, tmp_path: Path, late
 
 def test_the_newest_process_of_a_name_serves(lone: Nodes) -> None:
     """A second process under a shard's name takes its place, and the first one exits."""
-    name = made(lone)
+    name = summing_model(lone, "async", 10, partitions=4)
     first = lone.processes.pop("shard-0")
     lone.shard_ports["shard-0"] = free_port()
     lone.start_shard("shard-0")
@@ -199,17 +179,12 @@ def test_the_newest_process_of_a_name_serves(lone: Nodes) -> None:
 
 def test_a_deletion_is_heard_of_by_shards_that_were_cut_off(cluster: Nodes) -> None:
     """A model that is deleted while a shard hears nothing is unknown to it once it follows a scheduler again."""
-    name = made(cluster)
+    name = summing_model(cluster, "async", 10, partitions=4)
     push(cluster, name, 1)
-    for shard in cluster.shard_ports:
-        cluster.processes[shard].send_signal(signal.SIGSTOP)
-    try:
+    with cluster.paused(*cluster.shard_ports):
         cluster.kill("scheduler")
         cluster.start_scheduler()
         cluster.call("DELETE", f"/models/{name}", status=204)
-    finally:
-        for shard in cluster.shard_ports:
-            cluster.processes[shard].send_signal(signal.SIGCONT)
 
     def forgotten(shard: int) -> bool:
         answer = cluster.http.post(f"{url(cluster, shard)}/pull", json={"model": name})

@@ -1,7 +1,5 @@
 """A synchronous push that reached only some shards, or may have: it counts on all partitions or on none."""
 
-import os
-import signal
 from collections.abc import Callable
 
 import numpy as np
@@ -55,16 +53,13 @@ def test_what_only_some_shards_have_staged_is_in_no_commit(
     cluster: Nodes, go_on: Callable[[ps.Worker], None], pushed: Callable[[ps.Worker], None]
 ) -> None:
     """A push that only some shards have staged is in no commit, however its worker continues."""
-    name, pid = unique("m"), cluster.processes["shard-1"].pid
+    name = unique("m")
     with ps.connect(cluster.url, timeout=20.0) as client:
         client.create_model(name, {"w": np.zeros(SIZE)}, optimizer=ps.Sum(), consistency=ps.Sync(), partitions=4)
         with client.model(name).worker() as w:
             w.exchange(grads(1.0))
-            os.kill(pid, signal.SIGSTOP)
-            try:
+            with cluster.paused("shard-1"):
                 pushed(w)
-            finally:
-                os.kill(pid, signal.SIGCONT)
             go_on(w)
             values = w.pull()
             assert values.version == 2

@@ -12,10 +12,13 @@ from typing import Any
 
 import httpx
 import numpy as np
+import psutil
 
 from .prepared import prepared
 
 PSCTL = [sys.executable, "-P", "-m", "paramserver_cli"]
+MARK = "PARAMSERVER_TEST_MARK"
+"""The variable that `marked` looks for."""
 
 
 class Cluster:
@@ -65,6 +68,18 @@ def cluster(state_dir: Path, *, shards: int = 2, args: tuple[str, ...] = ()) -> 
     finally:
         down = prepared().run(["down", "--state-dir", str(state_dir)], os.environ, 60.0)
         assert down.returncode == 0, down.stdout + down.stderr
+
+
+def marked(mark: str) -> list[psutil.Process]:
+    """The processes whose environment has that mark, without zombies."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if process.environ().get(MARK) == mark and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process)
+        except psutil.Error:
+            continue
+    return found
 
 
 def get(url: str, headers: dict[str, str] | None = None) -> httpx.Response:

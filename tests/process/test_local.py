@@ -27,38 +27,24 @@ def gone(url: str) -> bool:
     return False
 
 
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 def test_a_local_cluster_comes_and_goes(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """`ps.local` returns a client of a working cluster, which is stopped when the block ends; closing it twice is fine.
 
-    Another one cannot be started in its folder, and that attempt does not stop it.  A Redis that is configured here is
-    that of another cluster, and is left alone.
+    Neither a forked child that leaves the block stops it, nor the attempt to start another one in its folder.  A Redis
+    that is configured here is that of another cluster, and is left alone.
     """
-    caplog.set_level(logging.INFO)
-    monkeypatch.setenv("PARAMSERVER_REDIS", "redis://127.0.0.1:1/0")
-    with ps.local(shards=1, state_dir=tmp_path) as client:
-        with pytest.raises(ps.Unavailable, match="already running"):
-            ps.local(shards=1, state_dir=tmp_path)
-        model = client.create_model("m", {"w": np.ones(5)}, optimizer="sum")
-        model.push({"w": np.ones(5)})
-        assert model.pull()["w"].tolist() == [2.0] * 5
-        url = client.url
-
-    client.close()  # once more does no harm
-    with pytest.raises(ps.Unreachable):
-        ps.connect(url)
-
-
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork")
-@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
-def test_a_local_cluster_outlives_forked_children_that_leave_its_block() -> None:
-    """A child forked in the block of `ps.local` that leaves it does not stop the cluster of its parent."""
 
     class LeftByChild(BaseException): ...
 
+    caplog.set_level(logging.INFO)
+    monkeypatch.setenv("PARAMSERVER_REDIS", "redis://127.0.0.1:1/0")
     try:
-        with ps.local(shards=1) as client:
+        with ps.local(shards=1, state_dir=tmp_path) as client:
+            with pytest.raises(ps.Unavailable, match="already running"):
+                ps.local(shards=1, state_dir=tmp_path)
             model = client.create_model("m", {"w": np.ones(5)}, optimizer="sum")
             child = os.fork()
             if not child:
@@ -66,10 +52,13 @@ def test_a_local_cluster_outlives_forked_children_that_leave_its_block() -> None
             assert os.waitpid(child, 0)[1] == 0
             model.push({"w": np.ones(5)}, timeout=20)
             assert model.pull()["w"].tolist() == [2.0] * 5
+            url = client.url
     except LeftByChild:
         os._exit(0)
+
+    client.close()  # once more does no harm
     with pytest.raises(ps.Unreachable):
-        ps.connect(client.url)
+        ps.connect(url)
 
 
 def test_a_local_cluster_lives_as_long_as_something_uses_it() -> None:

@@ -11,7 +11,6 @@ import sys
 from pathlib import Path
 
 import numpy as np
-import psutil
 import pytest
 import redis
 from tests.servers import running_redis
@@ -22,7 +21,7 @@ import paramserver as ps
 from paramserver_cli import config, doctor
 from paramserver_cli.main import app
 
-from .cluster import PSCTL, Cluster, cluster, get
+from .cluster import MARK, PSCTL, Cluster, cluster, get, marked
 from .prepared import prepared
 
 pytestmark = pytest.mark.process
@@ -283,7 +282,7 @@ def test_doctor_looks_at_the_redis_that_up_would_use(tmp_path: Path) -> None:
     """`doctor` checks the Redis that PARAMSERVER_REDIS names, if it is set."""
     with running_redis(tmp_path, more=("--maxmemory", "1gb")) as url:
         env = os.environ | {"PARAMSERVER_REDIS": url, "PARAMSERVER_URL": "http://127.0.0.1:1"}
-        done = subprocess.run([*PSCTL, "doctor", "--json"], capture_output=True, text=True, env=env, timeout=60.0)
+        done = prepared().run(["doctor", "--json"], env, 60.0)
     (found,) = [f for f in json.loads(done.stdout)["items"] if f["check"] == "Redis"]
     assert found["detail"].startswith(url.removeprefix("redis://").split("/")[0])
 
@@ -526,7 +525,7 @@ def test_an_interrupted_training_stops_its_run(
     )
     (tmp_path / "model.yaml").write_text("params: {w: {shape: [2]}}\n")
     argv = [*PSCTL, "train", str(tmp_path / "endless.py"), "--model", model, "--url", shared_cluster.url]
-    env = os.environ | {"PARAMSERVER_TEST_MARK": str(tmp_path)}
+    env = os.environ | {MARK: str(tmp_path)}
     client = ps.connect(shared_cluster.url)
     with subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env) as train:
         eventually(lambda: client.model(model).pull().version > 5, what="some updates")
@@ -540,18 +539,6 @@ def test_an_interrupted_training_stops_its_run(
     (run,) = [r for r in client.runs() if r["model"] == model]
     assert run["state"] == "stopped"
     eventually(lambda: not marked(str(tmp_path)), what="the end of every worker")
-
-
-def marked(mark: str) -> list[int]:
-    """Pids of the processes whose environment has the mark."""
-    found = []
-    for process in psutil.process_iter():
-        try:
-            if process.environ().get("PARAMSERVER_TEST_MARK") == mark and process.status() != psutil.STATUS_ZOMBIE:
-                found.append(process.pid)
-        except psutil.Error:
-            continue
-    return found
 
 
 def test_a_run_is_paused_resumed_and_stopped(shared_cluster: Cluster) -> None:

@@ -17,6 +17,7 @@ from paramserver.errors import ConflictError
 from paramserver_cli.series import Series, numbers
 
 from .cluster import PSCTL, Cluster, cluster
+from .prepared import prepared
 
 pytestmark = [pytest.mark.process, pytest.mark.slow]
 
@@ -181,7 +182,7 @@ def test_what_cannot_begin_is_refused(arguments: list[str], text: str) -> None:
     """An unknown mode, a function without a spec or an invalid name is refused before the cluster is contacted."""
     env = os.environ | {"PARAMSERVER_URL": "http://127.0.0.1:9"}
 
-    done = subprocess.run([*PSCTL, "run", "series", *arguments], capture_output=True, text=True, env=env, timeout=60)
+    done = prepared().run(["run", "series", *arguments], env, 60.0)
 
     assert done.returncode in (2, 4)
     assert text in done.stderr

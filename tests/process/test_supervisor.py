@@ -23,6 +23,7 @@ from paramserver_cli.state_directory import StateDir
 from paramserver_node import redis_server
 
 from .cluster import PSCTL, Cluster, cluster, get
+from .prepared import prepared
 
 pytestmark = pytest.mark.process
 
@@ -275,9 +276,8 @@ def test_a_redis_that_is_away_is_told_before_anything_is_started(tmp_path: Path,
         plain.config_set("requirepass", "open-sesame")
         port = 1 if right else port_of(url)
         given = f"redis://:{'open-sesame' if right else 'guessed'}@127.0.0.1:{port}/0"
-        argv = [*PSCTL, "up", "--detach", "--state-dir", str(tmp_path / "c")]
-        env = os.environ | {"PARAMSERVER_REDIS": given}
-        done = subprocess.run(argv, capture_output=True, text=True, env=env, timeout=100)
+        up = ["up", "--detach", "--state-dir", str(tmp_path / "c")]
+        done = prepared().run(up, os.environ | {"PARAMSERVER_REDIS": given}, 100.0)
 
     assert done.returncode == 3
     assert f"redis://:***@127.0.0.1:{port}/0" in done.stderr
@@ -290,8 +290,7 @@ def test_a_start_that_fails_says_why(tmp_path: Path) -> None:
     """If a process cannot start, `up` exits with 1 and a short reason, and leaves no process."""
     (tmp_path / "c").mkdir()
     (tmp_path / "c" / "redis").write_text("a file where a folder should be")
-    argv = [*PSCTL, "up", "--detach", "--state-dir", str(tmp_path / "c")]
-    done = subprocess.run(argv, capture_output=True, text=True, timeout=60)
+    done = prepared().run(["up", "--detach", "--state-dir", str(tmp_path / "c")], os.environ, 60.0)
 
     assert done.returncode == 1
     assert "redis" in done.stderr
@@ -313,15 +312,12 @@ def test_a_redis_server_keeps_its_data_over_a_kill(tmp_path: Path) -> None:
             os.kill(pid, signal.SIGKILL)
 
 
-def test_a_cluster_can_offer_what_survives_a_power_cut(tmp_path: Path) -> None:
+def test_a_cluster_can_offer_what_survives_a_power_cut(shared_cluster: Cluster, tmp_path: Path) -> None:
     """With `--appendfsync always` models at `fsynced` can be created and pushed to; without it, that says so."""
-    for always in (False, True):
-        args = ("--appendfsync", "always") if always else ()
-        with cluster(tmp_path / str(always), shards=1, args=args) as running, ps.connect(running.url) as client:
-            if always:
-                model = client.create_model("m", {"w": (2,)}, optimizer=ps.Sum(), ack="fsynced")
-                pushed = model.push({"w": np.ones(2, np.float32)})
-                assert pushed.durable_version == pushed.version == 1
-                continue
-            with refused_with("not_built", match="psctl up --appendfsync always"):
-                client.create_model("m", {"w": (2,)}, ack="fsynced")
+    with ps.connect(shared_cluster.url) as client:
+        with refused_with("not_built", match="psctl up --appendfsync always"):
+            client.create_model("fsynced", {"w": (2,)}, ack="fsynced")
+    with cluster(tmp_path, shards=1, args=("--appendfsync", "always")) as running, ps.connect(running.url) as client:
+        model = client.create_model("m", {"w": (2,)}, optimizer=ps.Sum(), ack="fsynced")
+        pushed = model.push({"w": np.ones(2, np.float32)})
+        assert pushed.durable_version == pushed.version == 1

@@ -20,12 +20,12 @@ ROSTER = dict.fromkeys(WORKERS, 1)
 LEVELS = ("applied", "journaled")
 
 
-def spec(partitions: int = 1, ack: str = "applied", **fields: Any) -> ModelSpec:
-    """Return a model spec with partitions of four elements, all zeros."""
+def spec(partitions: int = 1, ack: str = "applied", size: int | None = None, **fields: Any) -> ModelSpec:
+    """Return a model spec of `size` elements, by default four in each partition, all zeros."""
     return ModelSpec.parse(
         {
             "name": "m",
-            "params": {"w": {"shape": [4 * partitions]}},
+            "params": {"w": {"shape": [size or 4 * partitions]}},
             "optimizer": {"name": "sum"},
             "partitions": partitions,
             "ack": ack,
@@ -41,9 +41,9 @@ def serving(model: ModelSpec, **owned: Any) -> ShardDriver:
     return driver
 
 
-def ones(value: float = 1.0) -> F32:
+def ones(value: float = 1.0, size: int = 4) -> F32:
     """Return a gradient for one partition, all elements equal to `value`."""
-    return np.full(4, value, np.float32)
+    return np.full(size, value, np.float32)
 
 
 def refused(driver: ShardDriver, request: int) -> PsError:

@@ -4,6 +4,7 @@ import importlib.util
 import pkgutil
 import re
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +46,12 @@ def links(page: Path) -> Iterator[tuple[str, Path, str]]:
             yield link, (page.parent / path).resolve() if path else page, anchor
 
 
+@cache
+def psctl() -> Any:
+    """All commands of psctl."""
+    return typer.main.get_command(app)
+
+
 def commands(text: str) -> Iterator[list[str]]:
     """The words after `psctl` in code, as far as the command goes."""
     code = "\n".join([*CODE.findall(text), *re.findall(r"`([^`\n]+)`", text)])
@@ -70,8 +77,7 @@ def test_every_page_can_be_found() -> None:
 def test_commands_and_their_options_exist(page: Path) -> None:
     """Every `psctl` command of the page exists, and has the options that the page gives it."""
     for words in commands(page.read_text()):
-        command: Any = typer.main.get_command(app)
-        rest = list(words)
+        command, rest = psctl(), list(words)
         while rest and hasattr(command, "commands"):
             assert rest[0] in command.commands or rest[0].startswith("-"), words
             command = command.commands.get(rest.pop(0), command)
@@ -87,7 +93,7 @@ def test_files_modules_and_targets_exist(page: Path) -> None:
     for path in re.findall(r"`([\w.-]+/[\w./-]+)`", text):
         if path.split("/")[0] in folders:
             assert (ROOT / path).exists(), path
-    sources = [f"/{named(p)}" for f in ("shared", "services", "tests", "deploy") for p in (ROOT / f).rglob("*.py")]
+    sources = [f"/{named(f)}" for f in SOURCES if f.suffix == ".py"]
     for source in re.findall(r"`([\w/]+\.py)`", text):
         assert any(s.endswith(f"/{source}") for s in sources), source
     for module in re.findall(r"python -m ([a-z_.]+)", text):

@@ -259,6 +259,15 @@ def test_a_value_that_its_user_would_stumble_over_is_refused_by_name(
     assert "cret" not in str(refused.value)
 
 
+@pytest.mark.parametrize("service", [SchedulerSettings, ShardSettings])
+def test_a_secret_that_can_be_guessed_is_refused_by_name(service: type[Settings]) -> None:
+    """A secret that is too short is refused with its setting and origin, and is not shown."""
+    with pytest.raises(RequestError, match=r"^secret \(from PARAMSERVER_SECRET\): ") as refused:
+        of_environment(service, "secret", "guessed")
+    assert refused.value.code == "invalid_field"
+    assert "guessed" not in str(refused.value)
+
+
 @pytest.mark.parametrize(
     ("service", "name", "value"),
     [

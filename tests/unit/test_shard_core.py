@@ -2,7 +2,6 @@
 
 from typing import Any
 
-import numpy as np
 from msgspec.structs import replace
 
 from paramserver import limits
@@ -17,28 +16,16 @@ from paramserver.core.shard.events import (
     SetReceived,
     SnapshotDone,
 )
-from paramserver.core.spec import ModelSpec
 from paramserver.errors import PsError, problem
 from paramserver.testing.shard_driver import InMemoryStore, ShardDriver
-from paramserver.types import F32, PushId
+from paramserver.types import PushId
 
-from .partitions import refused, serving
-
-
-def spec(size: int = 4, partitions: int = 1, **fields: Any) -> ModelSpec:
-    return ModelSpec.parse(
-        {"name": "m", "params": {"w": {"shape": [size]}}, "optimizer": {"name": "sum"}, "partitions": partitions}
-        | fields
-    )
-
-
-def ones(n: int = 4, value: float = 1.0) -> F32:
-    return np.full(n, value, np.float32)
+from .partitions import ones, refused, serving, spec
 
 
 def test_pulls_wait_for_a_version() -> None:
     """A pull with `min_version` is answered with that version, or refused with the present one at its deadline."""
-    driver = serving(spec(8, 2))
+    driver = serving(spec(2))
 
     patient = driver.ask((0, 1), min_version=1, wait_s=5.0)
     hasty = driver.ask((0, 1), min_version=1, wait_s=1.0)
@@ -96,8 +83,8 @@ def test_requests_wait_for_a_partition_that_is_being_loaded() -> None:
 def test_pushes_that_wait_for_partitions_run_in_order_of_arrival() -> None:
     """Pushes that wait for partitions run in order of arrival, whichever partition is loaded first."""
     driver = ShardDriver(eager=False)
-    driver.serve(spec(2, 2))
-    both, one = driver.submit({0: ones(1), 1: ones(1)}), driver.submit({0: ones(1)})
+    driver.serve(spec(2, size=2))
+    both, one = driver.submit({0: ones(size=1), 1: ones(size=1)}), driver.submit({0: ones(size=1)})
 
     driver.complete(1)
     driver.settle()
@@ -124,7 +111,7 @@ def test_values_restored_while_a_model_enters_sync_do_not_keep_a_partition_from_
     driver = serving(spec())
     driver.eager = False
     for value in (5.0, 7.0):
-        part = AssignPart(0, ones(value=value), "float32", True)
+        part = AssignPart(0, ones(value), "float32", True)
         driver.send(SetReceived("m", (part,), restore=True, request=driver.request()))
 
     driver.patch({"consistency": {"mode": "sync"}}, clock=3, began=3)
@@ -137,10 +124,10 @@ def test_values_restored_while_a_model_enters_sync_do_not_keep_a_partition_from_
 def test_values_set_beside_lost_ones_are_of_a_new_version_if_others_were_trained() -> None:
     """What is set while first values are not complete is of the version it names, or the one after what was trained."""
     driver = ShardDriver()
-    driver.serve(spec(2, 2), ready=False)
+    driver.serve(spec(2, size=2), ready=False)
 
     def restore() -> list[int]:
-        parts = tuple(AssignPart(i, ones(1), "float32", True, version=3) for i in (0, 1))
+        parts = tuple(AssignPart(i, ones(size=1), "float32", True, version=3) for i in (0, 1))
         request = driver.request()
         driver.send(SetReceived("m", parts, restore=True, request=request))
         done = driver.outcome(request)
@@ -151,7 +138,7 @@ def test_values_set_beside_lost_ones_are_of_a_new_version_if_others_were_trained
     view = driver.view
     assert view is not None
     driver.send(replace(view, ready=True))
-    driver.push({1: ones(1)})
+    driver.push({1: ones(size=1)})
     driver.send(view)
 
     assert restore() == [3, 5]
@@ -223,7 +210,7 @@ def test_initial_values_are_uploaded_before_anything_else() -> None:
     view = driver.serve(spec(), ready=False)
     pull, hasty = driver.ask((0,), wait_s=20.0), driver.ask((0,))
 
-    driver.send(SetReceived("m", (AssignPart(0, ones(2, 5.0), "float32", True, of_pairs([(0, 2)])),), request=90))
+    driver.send(SetReceived("m", (AssignPart(0, ones(5.0, 2), "float32", True, of_pairs([(0, 2)])),), request=90))
     push = driver.submit({0: ones()})
     driver.advance(limits.LEASE_S)
 
@@ -269,13 +256,13 @@ def test_a_push_that_waits_for_a_partition_is_not_applied_to_lost_values() -> No
 
 def test_an_assignment_to_a_value_that_has_changed_changes_nothing() -> None:
     """An assignment with expected versions is refused as a whole if one partition has another version or owner."""
-    driver = serving(spec(8, 2))
+    driver = serving(spec(2))
     stands = [(p.version, p.incarnation) for p in driver.pull(0, 1).parts]
     driver.push({1: ones()})
 
     def assign(*expected: tuple[int, int]) -> Any:
         request = driver.request()
-        parts = tuple(AssignPart(i, ones(value=9.0), "float32", True, expected=e) for i, e in enumerate(expected))
+        parts = tuple(AssignPart(i, ones(9.0), "float32", True, expected=e) for i, e in enumerate(expected))
         driver.send(SetReceived("m", parts, request=request))
         return driver.replies[request]
 
@@ -293,7 +280,7 @@ def test_an_assignment_is_a_version() -> None:
     driver.push({0: ones()}, PushId("w", 1, 0))
     slots = driver.pull(0).parts[0].state.slots
 
-    driver.send(SetReceived("m", (AssignPart(0, ones(value=9.0), "float32", True),), request=90))
+    driver.send(SetReceived("m", (AssignPart(0, ones(9.0), "float32", True),), request=90))
 
     assert driver.values() == [9.0] * 4
     assert driver.pull(0).version == 2
@@ -304,7 +291,7 @@ def test_an_assignment_is_a_version() -> None:
 def test_losing_a_partition_answers_what_waits_and_what_runs() -> None:
     """When a partition is lost, its queued and running requests get 421 and change no other partition."""
     driver = ShardDriver()
-    view = driver.serve(spec(8, 2))
+    view = driver.serve(spec(2))
     driver.eager = False
     running, queued = driver.submit({0: ones(), 1: ones()}, PushId("w", 1, 0)), driver.submit({0: ones()})
     pull = driver.ask((0,), min_version=1, wait_s=60.0)
@@ -356,7 +343,7 @@ def test_a_changed_partition_is_stored_after_five_seconds_and_a_crash_loses_what
 
 def test_snapshots_are_written_one_at_a_time_and_again_after_a_failure() -> None:
     """Snapshots are written one at a time; a failed one is retried a second later, behind the other."""
-    driver = serving(spec(8, 2))
+    driver = serving(spec(2))
     driver.advance(6.0)
     driver.eager = False
     for i in (0, 1):
@@ -403,7 +390,7 @@ def test_partitions_that_cannot_be_stored_do_not_hold_up_those_that_can() -> Non
 
     They are stored, too, once their snapshots succeed.
     """
-    driver = serving(spec(32, 8))
+    driver = serving(spec(8))
     driver.push({i: ones() for i in range(7)})
     driver.eager = False
     driver.advance(limits.SNAPSHOT_INTERVAL_S)
@@ -422,7 +409,7 @@ def test_while_redis_is_away_one_snapshot_a_second_is_tried() -> None:
 
     Each attempt costs a copy of its partition's state.
     """
-    driver = serving(spec(32, 8))
+    driver = serving(spec(8))
     driver.push({i: ones() for i in range(8)})
     driver.eager = False
     driver.advance(limits.SNAPSHOT_INTERVAL_S)
@@ -436,7 +423,7 @@ def test_while_redis_is_away_one_snapshot_a_second_is_tried() -> None:
 
 def test_the_next_snapshot_begins_when_the_one_before_is_stored() -> None:
     """The next snapshot begins as soon as the one before is stored; only the writer limits the rate of bytes."""
-    driver = serving(spec(8, 2))
+    driver = serving(spec(2))
     driver.push({i: ones() for i in (0, 1)})
     driver.eager = False
     driver.advance(limits.SNAPSHOT_INTERVAL_S)

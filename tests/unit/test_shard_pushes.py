@@ -14,8 +14,7 @@ from paramserver.errors import FencedError, PsError, StaleMapError
 from paramserver.testing.shard_driver import InMemoryStore, ShardDriver
 from paramserver.types import PushId
 
-from .partitions import ROSTER, listed, refused, serving, successor
-from .test_shard_core import ones, spec
+from .partitions import ROSTER, listed, ones, refused, serving, spec, successor
 
 
 def test_a_push_is_applied_and_its_duplicate_answered_with_the_original_version() -> None:
@@ -48,7 +47,7 @@ def test_a_duplicate_waits_for_its_original_in_flight() -> None:
 
 def test_parts_that_came_before_are_skipped_one_by_one() -> None:
     """A push whose parts arrive in several requests is applied once on each partition."""
-    driver = serving(spec(8, 2))
+    driver = serving(spec(2))
     push_id = PushId("w", 1, 0)
 
     driver.push({0: ones()}, push_id)
@@ -61,18 +60,18 @@ def test_parts_that_came_before_are_skipped_one_by_one() -> None:
 
 def test_a_request_runs_on_all_its_partitions_or_on_none() -> None:
     """If one part of a request is refused, none of its parts is applied."""
-    driver = serving(spec(8, 2))
+    driver = serving(spec(2))
     driver.push({1: ones()}, PushId("w", 1, 0))
 
     with refused_with("id_reused"):
-        driver.push({0: ones(), 1: ones(value=2.0)}, PushId("w", 1, 0))
+        driver.push({0: ones(), 1: ones(2.0)}, PushId("w", 1, 0))
     assert driver.values(0) == [0.0] * 4
     assert driver.push({0: ones()}, PushId("w", 1, 0)).duplicate is False
 
 
 def test_operations_that_share_a_partition_run_in_order_of_arrival() -> None:
     """A push of two partitions waits for both, and no later push overtakes it on either."""
-    driver = serving(spec(8, 2))
+    driver = serving(spec(2))
     driver.eager = False
 
     driver.submit({0: ones()})
@@ -91,10 +90,10 @@ def test_operations_that_share_a_partition_run_in_order_of_arrival() -> None:
 
 def test_no_pull_of_a_shard_sees_a_push_on_one_of_its_partitions_only() -> None:
     """Whatever is being computed or waits, a pull has each push of a request on all of its partitions or on none."""
-    driver = serving(spec(8, 2))
+    driver = serving(spec(2))
     driver.eager = False
     for i in range(3):
-        driver.submit({i % 2: ones(value=10.0)})
+        driver.submit({i % 2: ones(10.0)})
         driver.submit({0: ones(), 1: ones()})
     seen = []
 
@@ -114,7 +113,7 @@ def test_no_pull_of_a_shard_sees_a_push_on_one_of_its_partitions_only() -> None:
 def test_no_pull_of_a_shard_sees_a_commit_on_one_of_its_partitions_only() -> None:
     """Whichever partitions the commits touch, and whatever is being computed, a pull has the same ones on all."""
     touched: list[tuple[int, ...]] = [(0,), (0, 1), (), (1,), (0, 1), (1,), (0,), (), ()]
-    driver = serving(spec(8, 2, consistency={"mode": "sync"}), workers=ROSTER)
+    driver = serving(spec(2, consistency={"mode": "sync"}), workers=ROSTER)
     for t, parts in enumerate(touched):
         if parts:
             driver.push(dict.fromkeys(parts, ones(value=2.0**t)), PushId("r/w0", 1, t), clock=t)
@@ -145,17 +144,17 @@ def test_a_gradient_that_is_not_finite_changes_nothing_and_is_not_remembered(val
     driver = serving(spec())
 
     with refused_with("non_finite"):
-        driver.push({0: ones(value=value)}, PushId("w", 1, 0))
+        driver.push({0: ones(value)}, PushId("w", 1, 0))
     assert driver.push({0: ones()}, PushId("w", 1, 0)).version == 1
 
 
 def test_a_result_that_would_not_be_finite_is_refused_and_not_remembered() -> None:
     """A push whose result would overflow is refused on all of its partitions, and may be sent again."""
-    driver = serving(spec(8, 2))
-    driver.push({0: ones(value=3e38)})
+    driver = serving(spec(2))
+    driver.push({0: ones(3e38)})
 
     with refused_with("non_finite_result"):
-        driver.push({0: ones(value=3e38), 1: ones()}, PushId("w", 1, 0))
+        driver.push({0: ones(3e38), 1: ones()}, PushId("w", 1, 0))
     assert driver.values(1) == [0.0] * 4
     assert driver.push({0: ones(), 1: ones()}, PushId("w", 1, 0)).duplicate is False
 
@@ -166,7 +165,7 @@ def test_a_range_push_moves_and_counts_only_what_it_names() -> None:
     params = {"a": {"shape": [4]}, "b": {"shape": [4]}}
     driver.serve(spec(params=params, optimizer={"name": "adam", "lr": 0.1}))
 
-    driver.push({0: ones(2)}, ranges={0: ((1, 3),)})
+    driver.push({0: ones(size=2)}, ranges={0: ((1, 3),)})
 
     state = driver.pull(0).parts[0].state
     assert state.steps == (1, 0)
@@ -188,7 +187,7 @@ def test_generation_timeline_and_owner_are_checked() -> None:
 
     One with a generation that the shard does not know yet is told to retry.
     """
-    driver = serving(spec(8, 2), timeline=3, clock=5, owned={0: 1})
+    driver = serving(spec(2), timeline=3, clock=5, owned={0: 1})
     driver.send(MapChanged(17))
 
     with pytest.raises(FencedError) as replaced:
@@ -213,7 +212,7 @@ def test_version_lag_scales_or_refuses() -> None:
     driver.push({0: ones()})
     driver.push({0: ones()})
 
-    driver.push({0: ones(value=3.0)}, base=(0, 1))
+    driver.push({0: ones(3.0)}, base=(0, 1))
     other = driver.push({0: ones()}, base=(0, 99))
 
     assert [p.incarnation for p in other.parts] == [1]  # not the one of its base
@@ -336,8 +335,8 @@ def test_clipping_by_value_clamps_what_a_step_is_made_of(consistency: dict[str, 
     """With `clip_value`, each element of a weighted gradient is clamped, in buffered mode of the mean."""
     driver = serving(spec(optimizer={"name": "sum", "clip_value": 1.0}, consistency=consistency))
 
-    driver.push({0: ones(value=2.0)}, weight=2.0)
-    driver.push({0: ones(value=-3.0)})
+    driver.push({0: ones(2.0)}, weight=2.0)
+    driver.push({0: ones(-3.0)})
 
     assert driver.values() == [values] * 4
 
@@ -389,10 +388,10 @@ def test_buffered_applies_the_mean_of_every_k_pushes_in_order() -> None:
     """Buffered pushes are applied as the mean of every `count`, in order, or of the rest after the interval."""
     driver = serving(spec(consistency={"mode": "buffered", "count": 3, "interval_ms": 500}))
 
-    done = [driver.push({0: ones(value=v)}, PushId("w", 1, i)) for i, v in enumerate((1.0, 2.0, 6.0, 5.0))]
+    done = [driver.push({0: ones(v)}, PushId("w", 1, i)) for i, v in enumerate((1.0, 2.0, 6.0, 5.0))]
 
     assert [(d.state, d.version) for d in done] == [("buffered", 0)] * 3 + [("buffered", 1)]
-    assert driver.push({0: ones(value=2.0)}, PushId("w", 1, 1)).duplicate
+    assert driver.push({0: ones(2.0)}, PushId("w", 1, 1)).duplicate
     assert driver.values() == [3.0] * 4
     driver.advance(0.5)
     assert driver.values() == [8.0] * 4
@@ -437,7 +436,7 @@ def test_a_buffer_whose_result_would_not_be_finite_is_dropped() -> None:
     driver = serving(spec(consistency={"mode": "buffered", "count": 2}))
 
     for value in [1.5e38] * 6 + [-1.5e38] * 4:
-        driver.push({0: ones(value=value)})
+        driver.push({0: ones(value)})
 
     assert [key.index for key in driver.kept] == [0]
     assert (driver.pull(0).version, driver.values()) == (4, [0.0] * 4)
@@ -448,7 +447,7 @@ def test_leaving_buffered_flushes() -> None:
     """Leaving buffered mode applies the buffered pushes before any push under the new settings."""
     driver = serving(spec(consistency={"mode": "buffered", "count": 9}))
     driver.push({0: ones()})
-    driver.push({0: ones(value=3.0)})
+    driver.push({0: ones(3.0)})
 
     driver.patch({"consistency": {"mode": "async"}})
 
@@ -460,7 +459,7 @@ def test_leaving_sync_takes_all_commits_decided_before() -> None:
     """A partition that is behind takes each commit before the change, then the mean of what is staged after them."""
     driver = serving(spec(consistency={"mode": "sync"}), workers={"r/w0": 1})
     for clock, value in enumerate((1.0, 2.0, 4.0, 8.0)):
-        driver.push({0: ones(value=value)}, PushId("r/w0", 1, clock), clock=clock)
+        driver.push({0: ones(value)}, PushId("r/w0", 1, clock), clock=clock)
     driver.eager = False
     for clock in range(3):
         driver.commit(clock, Contribution("r/w0", 1, 0, clock))
@@ -484,6 +483,6 @@ def test_a_snapshot_carries_what_is_buffered() -> None:
     after = ShardDriver(store)
     after.serve(buffered, owned={0: 2}, source="snapshot")
     assert [after.push({0: ones()}, PushId("w", 1, seq)).duplicate for seq in range(2)] == [True, True]
-    after.push({0: ones(value=4.0)}, PushId("w", 1, 2))
+    after.push({0: ones(4.0)}, PushId("w", 1, 2))
 
     assert after.values() == [2.0] * 4

@@ -26,9 +26,9 @@ from paramserver.core.shard.served_model import ServedModel
 from paramserver.core.spec import ModelSpec
 from paramserver.errors import ConflictError, FencedError, PsError, RequestError, StaleMapError
 from paramserver.testing.shard_driver import ShardDriver, push_part
-from paramserver.types import F32, ModelKey, PushId
+from paramserver.types import ModelKey, PushId
 
-from .partitions import LEVELS, listed, pending, refused, serving, stage, successor, view
+from .partitions import LEVELS, listed, ones, pending, refused, serving, stage, successor, view
 
 WORKERS = ("r/w0", "r/w1", "r/w2")
 ROSTER = dict.fromkeys(WORKERS, 1)
@@ -44,10 +44,6 @@ def spec(size: int = 4, partitions: int = 1, optimizer: dict[str, Any] | None = 
             "partitions": partitions,
         }
     )
-
-
-def ones(n: int = 4, value: float = 1.0) -> F32:
-    return np.full(n, value, np.float32)
 
 
 def test_a_commit_applies_the_mean_of_its_list() -> None:
@@ -285,7 +281,7 @@ def test_a_result_that_is_not_finite_leaves_the_other_partitions_alone() -> None
     """Only the partition whose result is not finite keeps its values and says so; the others take the step."""
     driver = serving(spec(8, 2), workers=ROSTER)
     for t in range(2):
-        driver.push({0: ones(value=3e38), 1: ones()}, PushId(WORKERS[0], 1, t), clock=t)
+        driver.push({0: ones(3e38), 1: ones()}, PushId(WORKERS[0], 1, t), clock=t)
         driver.commit(t, listed(0, t))
 
     assert [key.index for key in driver.kept] == [0]
@@ -353,7 +349,7 @@ def test_an_assignment_moves_no_schedule() -> None:
     schedule = {"kind": "step", "step_size": 2, "gamma": 0.5}
     driver = serving(spec(8, 2, {"name": "sgd", "lr": 1.0, "schedule": schedule}), workers=ROSTER)
     for _ in range(2):
-        part = AssignPart(1, ones(value=0.0), "float32", True)
+        part = AssignPart(1, ones(0.0), "float32", True)
         driver.send(SetReceived("m", (part,), generation=1, request=driver.request()))
 
     for t in range(3):
@@ -394,10 +390,10 @@ def test_leaving_sync_applies_the_mean_of_the_contributions_staged(rule: dict[st
     """
     driver = serving(spec(), workers=ROSTER)
     for worker, value in ((0, 1.0), (1, 2.0), (1, 4.0), (2, 100.0)):
-        driver.push({0: ones(value=value)}, PushId(WORKERS[worker], 1, int(value)), clock=0)
+        driver.push({0: ones(value)}, PushId(WORKERS[worker], 1, int(value)), clock=0)
     now = ROSTER | {WORKERS[2]: 2}
     driver.send(RosterChanged(ModelKey("m", 1), now) if rule["mode"] == "async" else replace(view(driver), workers=now))
-    driver.push({0: ones(value=5.0)}, PushId(WORKERS[2], 2, 0), clock=0)
+    driver.push({0: ones(5.0)}, PushId(WORKERS[2], 2, 0), clock=0)
 
     driver.patch({"consistency": rule})
 
@@ -460,7 +456,7 @@ def test_a_push_staged_before_sync_ended_is_known_afterwards() -> None:
     stage(driver, 0, 0, 3.0)
     driver.patch({"consistency": {"mode": "async"}})
 
-    again = driver.push({0: ones(value=3.0)}, PushId(WORKERS[0], 1, 0))
+    again = driver.push({0: ones(3.0)}, PushId(WORKERS[0], 1, 0))
 
     assert (again.duplicate, driver.values()) == (True, [3.0] * 4)
 
@@ -506,7 +502,7 @@ def test_out_of_sync_no_pull_waits_for_a_clock() -> None:
     assert driver.pull(0, min_clock=9).version == 1
 
     driver.eager = False
-    driver.submit({0: ones(value=2.0)})
+    driver.submit({0: ones(2.0)})
     driver.patch({"consistency": {"mode": "sync"}}, clock=5, began=5, timeline=1)
     driver.submit({0: ones()}, PushId(WORKERS[0], 1, 1), clock=5)
     soon = driver.ask((0,), min_clock=5, wait_s=60.0)
@@ -539,7 +535,7 @@ def test_a_pull_that_waits_for_a_commit_is_not_looked_at_for_each_of_its_partiti
     partitions = 256
     looks = Mock(side_effect=ServedModel.owned)
     driver = serving(spec(partitions, partitions), workers=ROSTER)
-    driver.push({i: ones(1) for i in range(partitions)}, PushId(WORKERS[0], 1, 0), clock=0)
+    driver.push({i: ones(size=1) for i in range(partitions)}, PushId(WORKERS[0], 1, 0), clock=0)
     waiting = driver.ask(tuple(range(partitions)), min_clock=1, wait_s=5.0)
 
     monkeypatch.setattr(ServedModel, "owned", lambda *args: looks(*args))
@@ -554,7 +550,7 @@ def test_a_pull_that_waits_for_a_commit_is_not_looked_at_for_each_of_its_partiti
 def test_a_commit_is_computed_on_all_partitions_together_and_lost_ones_do_not_hold_up_the_rest() -> None:
     """A commit of several partitions is one job, whose result is discarded for a partition lost meanwhile."""
     driver = serving(spec(3, 3), workers=ROSTER)
-    driver.push({i: ones(1) for i in range(3)}, PushId(WORKERS[0], 1, 0), clock=0)
+    driver.push({i: ones(size=1) for i in range(3)}, PushId(WORKERS[0], 1, 0), clock=0)
     driver.eager = False
 
     driver.commit(0, listed(0, 0))
