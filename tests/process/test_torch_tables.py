@@ -186,9 +186,11 @@ def test_a_table_that_is_used_for_more_than_lookups(client: ps.Client, name: str
 def test_sparse_gradients_are_refused_with_a_codec_of_partitions(client: ps.Client, name: str, codec: str) -> None:
     """With a codec that takes whole partitions, they are refused with remedies, before anything is sent.
 
-    Made dense, they are pushed.
+    So are lazy tables at once. Made dense, the gradients are pushed.
     """
     net, model = Net(), client.model(name + codec[:3])
+    with pytest.raises(ps.RequestError, match="lazy_tables"):
+        ParameterServerOptimizer(net, model, ps.SGD(0.05), codec=codec, lazy_tables=True)
     with ParameterServerOptimizer(net, model, ps.SGD(0.05), codec=codec) as opt:
         loss_of(net, 0).backward()
         opt.param_groups[0]["lr"] = 0.5

@@ -30,7 +30,7 @@ from paramserver.client.transfer import wire_dtype
 from paramserver.client.worker import Worker
 from paramserver.codecs.codec import Codec
 from paramserver.core.selection import select
-from paramserver.errors import AuthError, ConflictError, NotFoundError, Unavailable, problem
+from paramserver.errors import AuthError, ConflictError, NotFoundError, PsError, Unavailable, problem
 from paramserver.limits import CLIENT_TIMEOUT_S
 from paramserver.torch.buffers import GradientBuffers, HostGradients, SideStream
 from paramserver.torch.fitting import as_array, as_params, check_fit, named_parameters, other_settings
@@ -106,6 +106,8 @@ class ParameterServerOptimizer(torch.optim.Optimizer):
         pull = None if pull_codec is None else Codec.parse(pull_codec)
         if self._codec.coding == "float64":
             raise problem("unknown_codec", f"codec '{self._codec.text}' cannot be used here")
+        if lazy_tables and self._codec.per_partition:
+            raise _of_partitions(self._codec, "lazy_tables")
         if pull and (pull.stage or pull.coding not in PULL_CODINGS):
             raise problem("unknown_codec", f"pull_codec '{pull_codec}' cannot be used here")
         with ExitStack() as stack:
@@ -129,11 +131,7 @@ class ParameterServerOptimizer(torch.optim.Optimizer):
                 self._rate = started
             super().__init__(list(self._params.values()), {"lr": started})
             device = next(iter(self._params.values())).device
-            self._buffers: GradientBuffers | HostGradients
-            if device.type == "cpu" and self._codec.text == "fp32":
-                self._buffers = HostGradients(self._worker.gradients())
-            else:
-                self._buffers = GradientBuffers(model_map, self._codec, device)
+            self._buffers: GradientBuffers | HostGradients | None = None
             self._device, self._pull_coding = device, pull.coding if pull else None
             self._tables = LazyTables(net, self._params, weakref.WeakMethod(self._pull_rows)) if lazy_tables else None
             if self._tables is not None:
@@ -239,11 +237,7 @@ class ParameterServerOptimizer(torch.optim.Optimizer):
                     where=name,
                 )
         if sparse and self._codec.per_partition:
-            raise problem(
-                "invalid_encoding",
-                f"codec {self._codec.text} takes whole partitions, not rows of {', '.join(map(repr, sparse))}",
-                hint='codec="fp16" or "fp32", or sparse=False for the layer',
-            )
+            raise _of_partitions(self._codec, ", ".join(map(repr, sparse)))
         return {n: rows for n, rows in sparse.items() if rows[0].size}
 
     def _push(
@@ -266,9 +260,18 @@ class ParameterServerOptimizer(torch.optim.Optimizer):
             rows = {n: ids for n, (ids, _) in sparse.items()}
             self.pushed = self._worker.step(arrays, rows=rows, loss=loss, codec=self._codec.text)
         else:
-            self._buffers.arrange(model_map)
-            self.pushed = self._worker.step(self._buffers.encode(grads), loss=loss, codec=self._codec.text)
+            encoded = self._dense_buffers(model_map).encode(grads)
+            self.pushed = self._worker.step(encoded, loss=loss, codec=self._codec.text)
         return self.pushed.state == "dropped"
+
+    def _dense_buffers(self, model_map: ModelMap) -> GradientBuffers | HostGradients:
+        """Return buffers for a gradient of the whole model, which pushes of rows do not need."""
+        if self._buffers is None and self._device.type == "cpu" and self._codec.text == "fp32":
+            self._buffers = HostGradients(self._worker.gradients())
+        elif self._buffers is None:
+            self._buffers = GradientBuffers(model_map, self._codec, self._device)
+        self._buffers.arrange(model_map)
+        return self._buffers
 
     def _warn_of_ignored(self, names: list[str]) -> None:
         """Log a warning, once, that these parameters have gradients which the model ignores."""
@@ -431,6 +434,12 @@ class _Values:
         with torch.no_grad():  # not through `p.data`: a graph that needs the old values must notice
             torch._foreach_copy_([params[n] for n in self._views], list(self._views.values()))
         self._side.wait()  # the next pull overwrites the host memory
+
+
+def _of_partitions(codec: Codec, rows: str) -> PsError:
+    """Return the error for a codec of whole partitions where rows are sent."""
+    hint = 'codec="fp16" or "fp32", or sparse=False for the layer'
+    return problem("invalid_encoding", f"codec {codec.text} takes whole partitions, not rows: {rows}", hint=hint)
 
 
 def _leave_in_thread(leave: Callable[[], None]) -> None:
