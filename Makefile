@@ -34,15 +34,16 @@ help:
 install: $(STAMP)
 demo: $(STAMP)
 	@$(BIN)/psctl demo $(ARGS)
-# Most wait for real processes, so two at a time; those whose times would suffer by it run alone (tests/conftest.py).
-# In the order of their folders: the files of fewest tests, which xdist would take last, are the slowest.
+# Most wait for real processes, so three at a time; those whose times would suffer by it run alone (tests/conftest.py).
+# The simulation, which only computes, comes first, so that others wait beside it; then in the order of their folders: the files of
+# fewest tests, which xdist would take last, are the slowest.
 # Kernels that have changed are compiled first, once: else each of the first tests' processes compiles them at the same time.
 # What fails runs once more, with nothing beside it: a machine that stands still for seconds makes a timeout pass that should not.
 twice = $(BIN)/pytest --cache-clear $(1) $(ARGS) || case $$? in 5) ;; 1) echo 'once more what failed, by itself:'; \
 	$(BIN)/pytest --last-failed --maxfail 1 $(ARGS);; *) exit 1;; esac
 test: lint
 	@$(COMPILE)
-	@$(call twice,-n 2 --dist loadfile --no-loadscope-reorder -m 'not alone')
+	@$(call twice,-n 3 --dist loadfile --no-loadscope-reorder -m 'not alone')
 	@$(call twice,-m alone)
 test-fast: $(STAMP)
 	@$(COMPILE)

@@ -35,10 +35,11 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark the process tests of `ALONE` with `alone`."""
+    """Mark the process tests of `ALONE` with `alone`, and put the simulation first."""
     for item in items:
         if item.path.stem in ALONE and item.get_closest_marker("process"):
             item.add_marker(pytest.mark.alone)
+    items.sort(key=lambda item: item.path.parent.name != "simulation")
 
 
 @pytest.fixture(autouse=True)
