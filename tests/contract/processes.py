@@ -7,7 +7,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Final
 from urllib.parse import urlsplit
@@ -156,7 +156,8 @@ class Nodes:
             yield
         finally:
             for pid in pids:
-                os.kill(pid, signal.SIGCONT)
+                with suppress(ProcessLookupError):  # the others must go on
+                    os.kill(pid, signal.SIGCONT)
 
     # --- requests ---
 

@@ -26,9 +26,11 @@ def always(cluster: Nodes) -> Iterator[None]:
     """A Redis that has a write on its disk before it answers; that of the tests cannot offer `fsynced` without."""
     with redis_client.Redis.from_url(cluster.redis_url) as r:
         r.config_set("appendfsync", "always")
-        yield
-        cluster.empty()  # without it what is at `fsynced` could be neither stored nor handed over
-        r.config_set("appendfsync", "everysec")
+        try:
+            yield
+            cluster.empty()  # without it what is at `fsynced` could be neither stored nor handed over
+        finally:
+            r.config_set("appendfsync", "everysec")
 
 
 def made(cluster: Nodes, ack: str = "journaled", **fields: Any) -> str:

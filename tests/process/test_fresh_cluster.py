@@ -49,7 +49,7 @@ def test_a_worker_outlives_a_wiped_cluster(tmp_path: Path) -> None:
         models = {name: created(running, name, 100.0) for name in MODES}
         # By name, as the old ones may have joined first.
         after = {name: stack.enter_context(model.worker(name="w0")) for name, model in models.items()}
-        for name, model in models.items():
+        for name in MODES:  # of both, before a heartbeat tells one of them
             old, new = before[name], stepped(after[name])
             assert new.name == old.name
             answer = get(f"{running.url}/pull/{name}/w", {"if-none-match": tags[name]})
@@ -61,6 +61,8 @@ def test_a_worker_outlives_a_wiped_cluster(tmp_path: Path) -> None:
                     old.step(ones(4))
                 new.pull()
                 assert not new.step(ones(4)).duplicate
+        for name, model in models.items():
+            old, new = before[name], after[name]
             eventually(lambda old=old: old.draining, what="the end of the old worker")  # type: ignore[misc]
             old.__exit__(None, None, None)
             assert new.step(ones(4)).state != "dropped"

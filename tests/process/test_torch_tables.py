@@ -1,7 +1,9 @@
 """`ParameterServerOptimizer` and tables of `nn.Embedding(…, sparse=True)`: gradients and values by rows."""
 
+import copy
 import gc
 import importlib.util
+import pickle
 import weakref
 from concurrent.futures import ThreadPoolExecutor
 from threading import Barrier
@@ -145,6 +147,78 @@ def test_lazy_tables_are_pulled_by_the_rows_looked_up(client: ps.Client, name: s
     assert left() is None
     model.assign({"users.weight": np.full((ROWS, WIDTH), 5.0, np.float32)})
     assert (net.users(torch.tensor([50])) == 4.0).all()
+
+
+@pytest.mark.parametrize("kind", ["restored", "replaced"])
+@pytest.mark.parametrize("lazy", [False, True], ids=["whole", "lazy"])
+def test_gradients_of_values_that_are_obsolete_are_dropped(client: ps.Client, lazy: bool, kind: str) -> None:
+    """A gradient of values from before a restore, or of a model that was replaced, is dropped; the next one counts.
+
+    What a look-up pulls after it does not make those of the layers valid.
+    """
+    net, model = Net(), client.model(f"obsolete-{kind}-{lazy}")
+    with ParameterServerOptimizer(net, model, ps.SGD(0.1), lazy_tables=lazy, consistency=ps.Sync()) as opt:
+        trained(net, opt, steps=1)
+        model.save("k")
+        trained(net, opt, steps=2)
+        if kind == "restored":
+            model.restore("k")
+        else:
+            values = {n: p.detach().numpy() for n, p in Net().named_parameters()}
+            model.delete()
+            client.create_model(model.name, values, optimizer=ps.SGD(0.1), consistency=ps.Sync())
+        states = list[str]()
+        for _ in range(2):
+            trained(net, opt, steps=1)
+            assert opt.pushed is not None
+            states.append(opt.pushed.state)
+        assert states == ["dropped", "staged"]
+
+
+def test_rows_are_pulled_once_in_a_step(client: ps.Client, name: str) -> None:
+    """What several forward passes of one step look up has one value in all; without gradients it is the current one."""
+    net, model, ids = Net(), client.model(name), torch.tensor([[1, 2]], dtype=torch.int32)
+    with ParameterServerOptimizer(net, model, ps.SGD(0.1), lazy_tables=True) as opt:
+        first = net.users(ids).detach().clone()
+        model.assign({"users.weight": np.full((ROWS, WIDTH), 3.0, np.float32)})
+        assert torch.equal(net.users(ids), first)
+        with torch.no_grad():
+            assert (net.users(ids) == 3.0).all()
+        net.users(ids).sum().backward()
+        opt.step()
+        net.words(ids)
+        assert torch.allclose(net.users(ids), torch.tensor(2.9))
+
+
+def test_rows_that_were_not_pulled_have_no_gradient(client: ps.Client, name: str) -> None:
+    """A gradient of a row that no announced look-up has pulled is refused: it was computed from an old value.
+
+    That of a kept gradient is, too, and of a table that a replica looked up.
+    """
+    net = Net()
+    with ParameterServerOptimizer(net, client.model(name), ps.SGD(0.1), lazy_tables=True) as opt:
+        nn.functional.embedding(torch.tensor([5]), net.users.weight, sparse=True).sum().backward()
+        with pytest.raises(ps.RequestError, match=r"row 5 of 'users\.weight'") as e:
+            opt.step()
+        assert "zero_grad" in e.value.hint
+        assert opt.worker.clock_number == 0
+        net.users(torch.tensor([5]))
+        opt.step()
+        with pytest.raises(ps.RequestError, match=r"row 5 of 'users\.weight'"):
+            opt.step()
+
+
+def test_a_copy_of_the_module_asks_nobody(client: ps.Client, name: str) -> None:
+    """A deep copy, and what is unpickled, look up their own rows, also after the optimizer is closed."""
+    net, model, ids = Net(), client.model(name), torch.tensor([1])
+    with ParameterServerOptimizer(net, model, ps.SGD(0.1), lazy_tables=True):
+        model.assign({"users.weight": np.full((ROWS, WIDTH), 3.0, np.float32)})
+        copies = [copy.deepcopy(net), pickle.loads(pickle.dumps(net))]
+        for made in copies:
+            assert torch.equal(made.users(ids), Net().users(ids))
+        assert (net.users(ids) == 3.0).all()
+    for made in copies:
+        assert torch.equal(made.users(ids), Net().users(ids))
 
 
 def test_a_module_of_lazy_tables_alone_is_trained(client: ps.Client, name: str) -> None:

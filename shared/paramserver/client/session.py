@@ -74,11 +74,13 @@ class Session(Membership):
         wait_s: float | None = None,
         view: bool = False,
         record: bool = True,
+        adds: bool = False,
     ) -> Call[Params]:
         """Pull the current values; in sync they include at least the last commit before this worker's clock.
 
         `view`: read-only, and on a shard's own machine its memory.  Raises RequestError (`invalid_field`) with `out`.
-        `record`: gradients are computed from these values from now on.
+        `record`: gradients are computed from these values from now on.  `adds`: from these and those pulled before, so
+        they stay obsolete if those are.
         """
         transfer.check_view(out, view)
         if names is not None or ranges is not None:
@@ -114,7 +116,7 @@ class Session(Membership):
                     raise
                 yield from self._follow(e, epoch, timeline, deadline)
                 continue
-            if record:
+            if record and not (adds and self._pulled not in (None, (epoch, timeline, p.origin.generation))):
                 self.record_pulled(p, epoch, timeline)
             return p.frozen() if view else p
 

@@ -193,6 +193,8 @@ class ParameterServerOptimizer(torch.optim.Optimizer):
         self._check_group()
         self._sync_learning_rate()
         dropped = self._push(grads, sparse, float(loss.detach()) if isinstance(loss, Tensor) else loss)
+        if self._tables is not None:
+            self._tables.pulled.clear()
         with pulling_after(None if dropped else DONE):
             self._pull_values()
         return loss
@@ -211,16 +213,27 @@ class ParameterServerOptimizer(torch.optim.Optimizer):
             self._values.pull(self._worker, self._params)
         return model_map
 
-    def _pull_rows(self, name: str, indices: Tensor) -> None:
-        """Copy the rows of a table that are about to be looked up into the module."""
+    def _pull_rows(self, name: str, table: Tensor, indices: Tensor) -> None:
+        """Copy the rows of a table that are about to be looked up into the module.
+
+        While gradients are recorded each is pulled once in a step, as everything else is.
+        """
+        assert self._tables is not None
+        if table is not self._params[name]:
+            return  # that of a replica of the module
         self._checked_map()
-        rows = indices.detach().unique()
-        if not len(rows):
+        trains = torch.is_grad_enabled()
+        rows = self._tables.wanted(name, indices, again=not trains)
+        if not rows.size:
             return
-        held = self._worker.pull(rows={name: as_array(rows)}, dtype=self._dtype)
+        first = self._values is None and not self._tables.pulled
+        w, how = self._worker, {"record": trains, "adds": not first}
+        held = w._run(w._session.pull(w._deadline(None), rows={name: rows}, dtype=self._dtype, **how))
         with torch.no_grad():
-            table = self._params[name]
-            table.index_copy_(0, rows.to(table.device), torch.from_numpy(held[name]).to(table))
+            at = torch.from_numpy(rows).to(table.device)
+            table.index_copy_(0, at, torch.from_numpy(held[name]).to(table))
+        if trains:
+            self._tables.note(name, rows)
 
     def _sparse(self, grads: Mapping[str, Tensor | None]) -> dict[str, tuple[AnyArray, AnyArray]]:
         """Return row numbers and gradients of the sparse ones, but of those without rows.
@@ -228,14 +241,8 @@ class ParameterServerOptimizer(torch.optim.Optimizer):
         Raises RequestError for what cannot be sent.
         """
         sparse = sparse_rows(grads)
-        for name in self._tables.names if self._tables else ():
-            if grads[name] is not None and name not in sparse:
-                raise problem(
-                    "invalid_field",
-                    f"'{name}' is pulled by rows, but has a dense gradient: the module uses it for more than lookups",
-                    hint="lazy_tables=False, or sparse=False for that layer",
-                    where=name,
-                )
+        if self._tables is not None:
+            self._tables.check(grads, sparse)
         if sparse and self._codec.per_partition:
             raise _of_partitions(self._codec, ", ".join(map(repr, sparse)))
         return {n: rows for n, rows in sparse.items() if rows[0].size}
