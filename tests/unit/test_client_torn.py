@@ -15,7 +15,7 @@ from paramserver.wire.frame import MEDIA_TYPE, PushReply, encode_header
 
 from .session_node import BEAT, GRAD, Node, deadline, joined, no, opened
 from .sharding import Now, drive
-from .test_client_iterations import sharded
+from .test_client_iterations import CLOCK, sharded
 
 LOST = problem("in_doubt", "the answer was lost")
 
@@ -148,6 +148,32 @@ def test_a_step_that_is_taken_back_with_a_push_before_it_is_dropped() -> None:
     assert (joins(node), session.clock) == (2, 0)
     assert drive(step(GRAD, {}, deadline(), None), node).state == "staged"
     assert (joins(node), session.clock) == (2, 1)
+
+
+@pytest.mark.parametrize(
+    ("committed", "taken_back", "state"),
+    [(True, False, "staged"), (False, False, "dropped"), (True, True, "dropped")],
+)
+def test_a_step_whose_report_was_lost_with_its_lease_is_dropped_only_if_it_cannot_count(
+    committed: bool, taken_back: bool, state: str
+) -> None:
+    """A step that has shown that the model is in sync may count once its clock was reported and has been committed.
+
+    It does not count if its worker joined again before it reported the clock, whoever else has ended that.
+    """
+    node, session = became_sync()
+    node.script[CLOCK] = [LOST, no("fenced", epoch=1)]
+
+    def answer(request: Request) -> Outcome:
+        outcome = node(request)
+        if node.pushes and committed:
+            node.clock = 1
+        return outcome
+
+    if taken_back:
+        in_doubt(node, session)
+    assert drive(Iterations(session).step(GRAD, {}, deadline(), None), answer).state == state
+    assert (joins(node), session.clock, len(node.bodies(CLOCK))) == (2, int(committed), 0 if taken_back else 2)
 
 
 @pytest.mark.parametrize("moved", ["clock", "timeline"])

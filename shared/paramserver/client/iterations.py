@@ -50,12 +50,14 @@ class Iterations:
 
         Raises Unavailable (`unavailable`) naming the workers it waited for, or saying that the run is paused.
         """
-        with self._session.ending_iteration():
-            yield from self._advance(deadline, until)
-            return self._session.clock
+        s = self._session
+        with s.ending_iteration():
+            if (yield from self._advance(deadline, until)) == "kept":
+                s.reported = None
+            return s.clock
 
     def _advance(self, deadline: Deadline, until: Deadline | None) -> Call[Ended]:
-        """See `advance`."""
+        """See `advance`.  If the iteration is `kept`, the caller clears `reported`."""
         s = self._session
         yield from s.rejoin_if_torn(deadline)
         epoch, timeline = s.numbers.epoch, s.timeline
@@ -75,7 +77,7 @@ class Iterations:
             s.reported = (epoch, timeline, done - 1)
             doc = yield from s.ask(model_path(s.model, "clock"), body, epoch, timeline, wait_s, deadline.clock, until)
             if doc is None:
-                s.pushed = s.reported = None
+                s.pushed = None
                 return "kept"
             if doc.get("released"):
                 if doc.get("late"):
@@ -199,7 +201,7 @@ class Iterations:
         The hint of an error says that the gradient counts, because the caller must not push it again.
         """
         s = self._session
-        reported, accepted = s.reported, s.pushed
+        accepted = s.pushed
         try:
             if released is not None:
                 yield from s.continue_at(*released, until=until)
@@ -209,10 +211,13 @@ class Iterations:
             raise _hinting(e, PUSHED) from e
         if ended == "late":
             return replace(pushed, late=True)
-        if ended == "kept" and pushed.state == "staged":
-            if reported is not None:
+        if ended == "kept":
+            reported, s.reported = s.reported, None
+            if pushed.state != "staged" or accepted is None:
+                return pushed
+            if reported is not None and reported[:2] == accepted:  # by the shards with the push, or just now
                 return (yield from self._kept(pushed, reported, deadline))
-            if accepted is not None and accepted[0] != s.numbers.epoch:
+            if accepted[0] != s.numbers.epoch:
                 return DROPPED  # what an ended epoch has staged, and not reported, is in no commit
         return pushed
 
