@@ -11,7 +11,7 @@ import paramserver as ps
 from paramserver.client.cluster import Cluster
 from paramserver.client.iterations import Iterations
 from paramserver.client.session import Session
-from paramserver.errors import ConflictError, FencedError, InDoubt, problem
+from paramserver.errors import ConflictError, FencedError, InDoubt, NotFoundError, problem
 from paramserver.net.calls import Call, Deadline, Outcome, Pause
 
 from .session_node import BEAT, GRAD, Node, deadline, joined, no
@@ -154,6 +154,35 @@ def resumed(call: Call[Any], outcome: Outcome) -> Call[Any]:
     effect = call.send([outcome])
     while True:
         effect = call.send((yield effect))
+
+
+def test_a_join_that_was_given_up_may_be_granted_after_the_next_one(now: Now) -> None:
+    """A worker does not give way to a higher epoch soon after a join, if it has given up one before: it may be that."""
+    node, session = joined("async")
+    node.script = {BEAT: [no("unknown_worker")], JOIN: [problem("in_doubt", "no answer")] * 100}
+    with pytest.raises(InDoubt):
+        drive(session.beat(Deadline.after(2.5, now)), node, now)
+    node.script = {BEAT: [no("unknown_worker"), no("fenced", epoch=3)]}
+    drive(session.beat(Deadline.after(2.5, now)), node, now)
+    node.epoch = 3
+
+    drive(session.beat(Deadline.after(2.5, now)), node, now)
+
+    assert (session.replaced, session.numbers.epoch) == (False, 4)
+
+
+def test_a_join_that_was_refused_leaves_no_doubt() -> None:
+    """A worker whose model was deleted gives way to one that has joined the next model under its name."""
+    node, session = joined("async")
+    node.script = {BEAT: [no("unknown_worker")], JOIN: [no("unknown_model")]}
+    with pytest.raises(NotFoundError):
+        drive(session.beat(deadline()), node)
+    node.script = {BEAT: [no("model_replaced", epoch=1)]}
+
+    with pytest.raises(FencedError, match="another worker"):
+        drive(session.beat(deadline()), node)
+
+    assert len(node.bodies(JOIN)) == 2
 
 
 @pytest.mark.parametrize(("later_s", "replaced"), [(10.0, False), (60.0, True)])

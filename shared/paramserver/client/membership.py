@@ -111,16 +111,20 @@ class Membership:
         self._adopt_settings(model_map)
         body = self._introduction()
         path, backoff = model_path(self.model, "workers"), Backoff(deadline)
-        self._join_in_doubt_until = inf  # until the answer is here; a join that is given up may be granted all the same
+        # Until the answer is here; a join that is given up may be granted all the same, even after the next one.
+        earlier, self._join_in_doubt_until = self._join_in_doubt_until, inf
         try:
             doc = yield from deliver_json(_request("POST", path, body), deadline, backoff)
         except PsError as e:
             if not self.joined or e.code != "conflict" or "rank" not in body:
+                if not backoff.in_doubt:
+                    self._join_in_doubt_until = earlier
                 raise
             del body["rank"]  # another worker has taken it meanwhile
             doc = yield from deliver_json(_request("POST", path, body), deadline, backoff)
         with self._lock:
-            self._join_in_doubt_until = deadline.clock() + limits.LATE_JOIN_S if backoff.in_doubt else 0.0
+            doubtful = backoff.in_doubt or earlier == inf
+            self._join_in_doubt_until = deadline.clock() + limits.LATE_JOIN_S if doubtful else 0.0
             self._enter(doc)
         if self.generation != model_map.generation:
             yield from self.refresh_mode(deadline)
