@@ -231,6 +231,7 @@ def test_what_is_no_optimizer_or_mode_is_told(optimizer: Any, consistency: Any, 
     ("call", "says"),
     [
         (lambda: urls_of(cast(Any, ["http://a:1"]), {}), "is text, not.*separated by commas"),
+        (lambda: urls_of("http://a:99999", {}), "a name or IP address and a port from 1 to 65535"),
         (lambda: Credentials.of(cast(Any, b"abc"), None), "a token is one word"),
         (lambda: patch_document(None, None, cast(Any, ["w"]), {}, {}), "params: must be an object"),
         (lambda: next(assign(Cluster(("http://a:1",)), "m", cast(Any, np.ones(3)), Deadline.after(1))), "map names to"),

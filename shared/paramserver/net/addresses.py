@@ -52,7 +52,7 @@ def _wrong_with(url: str) -> str | None:
         fits = url.startswith(("http://", "https://")) and is_node_url(_in_ascii(url))
     except ValueError:
         fits = False
-    return None if fits else "it must be http(s)://HOST:PORT"
+    return None if fits else "it must be http(s)://HOST:PORT, with a name or IP address and a port from 1 to 65535"
 
 
 class Addresses:
