@@ -57,7 +57,11 @@ class Session(Membership):
         self.reported: tuple[int, int, int] | None = None
         """(epoch, timeline, clock) of the last iteration that may have been reported finished; see `begin`."""
         self._torn = 0
-        """The epoch in which a push may have reached some shards but not all; see `rejoin_if_torn`."""
+        """The epoch in which a push may have reached some shards but not all; see `rejoin_if_torn`.
+
+        It matters in sync only.  A later push that is `applied` does not clear it: its shards may be other ones, which
+        have not heard of sync yet.
+        """
 
     # -------------------------------------------------------------------------------------------- values
 

@@ -108,7 +108,8 @@ class SetFrame(Header, frozen=True, tag_field="kind", tag="set", omit_defaults=F
     """The assignment is refused if the model is on another timeline by then; None: any."""
     slot_names: tuple[str, ...] | None = None
     """Names of the slots that the parts bring.  The assignment is refused (`loading`) while the model's optimizer, as
-    far as the shard knows it, has others; None: only their number must be right."""
+    far as the shard knows it, has others; None: only their number must be right.  Assignments that bring no slots, all
+    but those of a restore, name none."""
     first: bool = False
     """Whether these are first values, which change nothing once the model is complete."""
     term: Count | None = None
