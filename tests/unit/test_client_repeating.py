@@ -4,13 +4,14 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from tests.refusals import refused_with
 
 import paramserver as ps
 from paramserver.client.iterations import Iterations
 from paramserver.client.session import Session
 from paramserver.client.streaming import Stream
-from paramserver.errors import InDoubt, Unavailable, problem
-from paramserver.net.calls import Call, Deadline, Outcome, Request
+from paramserver.errors import InDoubt, PsError, Unavailable, problem
+from paramserver.net.calls import Call, Deadline, Outcome, Request, Response
 
 from .session_node import GRAD, no, opened
 from .sharding import Now, Shards, answered, drive, grads, refusal, result
@@ -119,6 +120,42 @@ def test_a_shard_that_is_late_with_a_commit_does_not_hide_that_the_gradient_coun
         drive(call, lambda r: no("version_not_reached") if r.path == "/pull" else node(r), now)
     assert (met.value.code, met.value.retryable) == (code, False)
     assert (len(node.pushes), session.clock) == (1, 1 if way == "exchange" else 0)
+
+
+PAGE = Response(404, {}, b"<html>not here</html>")
+
+
+@pytest.mark.parametrize("answer", [PAGE, no("unauthorized"), Response(500, {}, b"oops")])
+@pytest.mark.parametrize(
+    ("way", "mode", "path", "says"),
+    [
+        ("step", "ssp", CLOCK, "was pushed.*worker.clock"),
+        ("exchange", "sync", CLOCK, "was pushed.*worker.clock"),
+        ("exchange", "ssp", "/pull", "Another step would count"),
+        ("pushpull", "sync", "/pull", "push was accepted"),
+    ],
+)
+def test_whatever_answers_after_an_accepted_push_does_not_hide_that_the_gradient_counts(
+    way: str, mode: str, path: str, says: str, answer: Response
+) -> None:
+    """If a gateway answers for itself after a push, or the token is refused, the error says what was pushed."""
+    node, now = Shard(mode), Now()
+    session = opened(node)
+    node.released = False
+
+    with pytest.raises(PsError, match=says) as met:
+        drive(WAYS[way](session, Deadline.after(5.0, now)), lambda r: answer if r.path == path else node(r), now)
+    assert (met.value.retryable, len(node.pushes)) == (False, 1)
+
+
+@pytest.mark.parametrize(("way", "path"), [("step", CLOCK), ("exchange", "/pull"), ("pushpull", "/pull")])
+def test_a_push_to_a_model_that_is_gone_since_then_does_not_count(way: str, path: str) -> None:
+    """If the model is deleted after a push, the error says only that."""
+    node, now = Shard("sync" if way == "pushpull" else "ssp"), Now()
+    session, told = opened(node), no("unknown_model")
+
+    with refused_with("unknown_model", match="^refused$"):
+        drive(WAYS[way](session, Deadline.after(5.0, now)), lambda r: told if r.path == path else node(r), now)
 
 
 def test_a_clock_may_be_reported_again_after_a_step_that_may_not_be_repeated() -> None:

@@ -19,7 +19,7 @@ from paramserver.client.gradients import Grads
 from paramserver.client.pushed import DROPPED, Pushed
 from paramserver.client.reports import numbers_of
 from paramserver.client.session import Session
-from paramserver.errors import PsError, Unavailable, problem
+from paramserver.errors import PsError, problem
 from paramserver.net.calls import POLL_S, Call, Deadline
 
 T = TypeVar("T")
@@ -207,7 +207,9 @@ class Iterations:
                 yield from s.continue_at(*released, until=until)
                 return pushed
             ended = yield from self._advance(deadline, until)
-        except Unavailable as e:
+        except PsError as e:
+            if not transfer.may_count_before(e):
+                raise
             raise _hinting(e, PUSHED) from e
         if ended == "late":
             return replace(pushed, late=True)
@@ -249,15 +251,16 @@ class Iterations:
 
 @contextmanager
 def pulling_after(done: str | None) -> Iterator[None]:
-    """Surround the pull of the values after an iteration; if they are late, raises Unavailable with `done` as a hint.
+    """Surround the pull of the values after an iteration; if it fails, its error is raised with `done` as a hint.
 
-    It tells the caller that the gradient must not be pushed again; None: the push was dropped, so it may be.
+    It tells the caller that the gradient must not be pushed again; None: the push was dropped, so it may be.  Values
+    that a shard does not have in time are Unavailable.
     """
     try:
         yield
     except PsError as e:
-        if done is not None and transfer.is_late(e):
-            late = e if isinstance(e, Unavailable) else problem("unavailable", e.detail, hint=e.hint)
+        if done is not None and transfer.may_count_before(e):
+            late = problem("unavailable", e.detail, hint=e.hint) if e.code == "version_not_reached" else e
             raise _hinting(late, done) from e
         raise
 

@@ -40,7 +40,7 @@ REFRESH_S: Final = 2.0
 REFRESH_AGAIN_S: Final = 1.0
 """How often a call asks for a newer map, at most, while a shard cannot be reached or serves nobody: another has its
 partitions only once its lease has expired, and every worker asks."""
-_GONE: Final = ("model_replaced", "unknown_model")
+GONE: Final = ("model_replaced", "unknown_model")
 
 Groups = list[tuple[str | None, list[Part]]]
 """Parts by route: a shard's address, or None for the URLs that the client was given."""
@@ -119,7 +119,7 @@ class Transfer:
     def _refused(self, refusals: Sequence[PsError]) -> None:
         """Raise what the shards' refusals say together."""
         refused = together(refusals)
-        if refused.code in _GONE:
+        if refused.code in GONE:
             self.cluster.forget(self.model_map.name)
         raise refused
 
@@ -155,7 +155,7 @@ class Transfer:
         try:
             fresh = yield from self.cluster.map_of(self.model_map.name, soon, newer_than=self.model_map)
         except PsError as e:
-            if e.code in _GONE:
+            if e.code in GONE:
                 raise
             return
         if fresh.generation != self.model_map.generation:
@@ -202,7 +202,7 @@ class PushTransfer(Transfer):
             self._outgoing.go_on_in(refusals[0])
             return
         refused = together(refusals)
-        gone = refused.code in _GONE
+        gone = refused.code in GONE
         if gone or any(map(lacks_norm, refusals)):
             self.cluster.forget(self.model_map.name)
         self._outgoing.explain(refused)

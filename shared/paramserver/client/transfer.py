@@ -21,11 +21,11 @@ from paramserver.client.gradients import Grads
 from paramserver.client.pushed import Pushed, summed
 from paramserver.client.rows import Rows, arranged, chosen, ids_of, with_rows
 from paramserver.client.same_host import Leased
-from paramserver.client.sends import PushTransfer, Transfer, good_and_failed
+from paramserver.client.sends import GONE, PushTransfer, Transfer, good_and_failed
 from paramserver.client.values import sendable
 from paramserver.core.fields import NUMBER_MAX, whole_number
 from paramserver.core.selection import Names, Ranges, Selection, listed, select
-from paramserver.errors import PsError, Unavailable, problem
+from paramserver.errors import PsError, problem
 from paramserver.net.calls import POLL_S, Call, Deadline, Pause, plain, seconds
 from paramserver.types import LEVELS, DType, DTypeLike
 from paramserver.wire.frame import PushReply
@@ -212,20 +212,23 @@ def pushpull(
 def after_push(pulling: Call[Params]) -> Call[Params]:
     """Run the pull that follows an accepted push.
 
-    If it fails, raises InDoubt: an error such as `unreachable` would make the caller push again.
+    If it fails, raises InDoubt while the push may count: another error would make the caller push again.
     """
     try:
         return (yield from pulling)
     except PsError as e:
-        if not is_late(e):
+        if not may_count_before(e):
             raise
         detail = f"the push was accepted, the pull after it failed: {e.detail}"
         raise problem("in_doubt", detail, hint=e.hint, retryable=False) from e
 
 
-def is_late(error: PsError) -> bool:
-    """Whether values could not be had in time: nobody served them, or a shard does not have them yet."""
-    return isinstance(error, Unavailable) or error.code == "version_not_reached"
+def may_count_before(error: PsError) -> bool:
+    """Whether a push that was accepted may count in spite of this later error: its model and worker are still there.
+
+    Nothing but that follows from what a gateway answers in a node's place, or from a token that was revoked meanwhile.
+    """
+    return error.code not in ("fenced", "conflict", *GONE)
 
 
 def exchange(
