@@ -1,9 +1,9 @@
 """Snapshots of partitions in Redis: written under the owner token, read back by the partition's next owner.
 
 A snapshot is one byte stream (`snapshot_format`) cut into blocks of at most 4 MiB, each under its own key with its
-CRC-32 in the manifest. The manifest names two snapshots, newest first, or three (see `_beside`), and is switched last,
-by a script that compares the partition's owner token: an owner that was replaced cannot switch it. The same script
-trims the journal up to the oldest of them, so the whole journal after each of them is kept.
+CRC-32 in the manifest. The manifest names two snapshots, newest first, or three (see `kept_snapshots`), and is
+switched last, by a script that compares the partition's owner token: an owner that was replaced cannot switch it. The
+same script trims the journal up to the oldest of them, so the whole journal after each of them is kept.
 
 Keys of partition `{NAME.GENERATION/INDEX}`: `…:token`, `…:manifest`, `…:saved` (version of the newest snapshot; shows
 that a missing manifest was lost), `…:pending` (snapshots whose blocks may exist but which no manifest names),
@@ -20,6 +20,7 @@ from redis.asyncio import Redis
 from zlib_ng import zlib_ng
 
 from paramserver.core.partition_state import LoadedState
+from paramserver.core.shard.retention import KEPT, kept_snapshots
 from paramserver.errors import problem
 from paramserver.limits import SNAPSHOT_BLOCK_BYTES
 from paramserver.types import AnyArray, PartitionKey, Token
@@ -38,9 +39,6 @@ from paramserver_shard.snapshot_format import (
     pack_manifest,
     read_manifest,
 )
-
-KEPT: Final = 2
-"""Snapshots that are kept at least, once there are as many."""
 
 # KEYS: token, manifest, pending, saved, lsn, journal, then the blocks. ARGV: owner token, new manifest, the member of
 # `pending` for the new snapshot, its version, its lsn, the first journal entry to keep ('' keeps all), then members of
@@ -157,7 +155,8 @@ class SnapshotStore:
             "bytes": size,
             "crc32": checksums,
         }
-        kept = [entry, *_beside(entry, manifest, pinned)]
+        snapshots = [entry, *manifest]
+        kept = [snapshots[i] for i in kept_snapshots([e["cut"] for e in snapshots], pinned)]
         displaced = [old for old in found if all(old["name"] != e["name"] for e in kept)]
         result = await self._switch(key, token, kept, displaced, fsync=fsync)
         if result is not SaveResult.STORED:
@@ -299,20 +298,6 @@ def _entries(key: PartitionKey, text: bytes | str | None, saved: bytes | str | N
         version = bytes(saved).decode(errors="replace") if isinstance(saved, bytes) else str(saved)
         raise problem("corrupt_state", f"the manifest of partition {key} is gone; version {version} was stored")
     return []
-
-
-def _beside(
-    new: Mapping[str, Any], manifest: Sequence[Mapping[str, Any]], pinned: int | None
-) -> list[Mapping[str, Any]]:
-    """Return the snapshots of `manifest` that are kept beside a new one: the pinned cut, or else the newest snapshot.
-
-    If a cut is pinned and the new one is no cut, the newest cut is kept, too: the leader may go back to it before
-    anyone here hears of that.
-    """
-    cuts = [e for e in manifest if pinned is not None and e["cut"] is not None]
-    kept = ([e for e in cuts if e["cut"] == pinned] or manifest)[: KEPT - 1]
-    newest_cut = cuts[:1] if new["cut"] is None else []
-    return [e for e in manifest if e in kept or e in newest_cut]
 
 
 def _member(entry: Mapping[str, Any]) -> str:

@@ -61,6 +61,7 @@ from paramserver.core.shard.events import (
 from paramserver.core.shard.initial import first_state
 from paramserver.core.shard.journal import JournalEntry
 from paramserver.core.shard.replay import replay
+from paramserver.core.shard.retention import KEPT, kept_snapshots
 from paramserver.core.spec import ModelSpec
 from paramserver.errors import PsError
 from paramserver.types import F32, AnyArray, DType, ModelKey, PartitionKey, PushId, Token
@@ -68,7 +69,7 @@ from paramserver.wire.tensor import slice_crc, to_f32
 
 
 class InMemoryStore:
-    """Redis' contents: per partition the newest snapshot, the pinned cut or else the previous one, and the journal."""
+    """Redis' contents: per partition the snapshots that are kept (`kept_snapshots`), and the journal."""
 
     def __init__(self) -> None:
         self.kept: dict[PartitionKey, list[Capture]] = {}
@@ -76,18 +77,19 @@ class InMemoryStore:
         self.cuts: dict[tuple[PartitionKey, int], Capture] = {}
         """The kept snapshots that are cuts, by clock."""
         self.journals: dict[PartitionKey, list[JournalEntry]] = {}
-        """The entries after the older of the two snapshots."""
+        """The entries after the oldest of the kept snapshots."""
         self.tokens: dict[PartitionKey, Token] = {}
         """Owner tokens; `ShardDriver` refuses writes under lower ones."""
         self.damaged = False
         """The newest snapshots cannot be read: the previous ones are used."""
 
     def save(self, effect: StoreSnapshot, pinned: int | None = None) -> None:
-        """Keep a capture (its buffers never change) and the cut at clock `pinned`, or else the previous capture."""
+        """Keep a capture (its buffers never change) and, with the cut at clock `pinned`, what `kept_snapshots` says."""
         key, before = effect.capture.key, self.kept.get(effect.capture.key, [])
-        cut = None if pinned is None else self.cuts.get((key, pinned))
-        kept = self.kept[key] = [effect.capture, *([cut] if cut is not None else before)][:2]
-        if len(kept) == 2:
+        old_cuts = [c.clock if self.cuts.get((key, c.clock)) is c else None for c in before]
+        snapshots, cuts = [effect.capture, *before], [effect.capture.clock if effect.cut else None, *old_cuts]
+        kept = self.kept[key] = [snapshots[i] for i in kept_snapshots(cuts, pinned)]
+        if len(kept) >= KEPT:
             self.journals[key] = [e for e in self.journals.get(key, ()) if e.lsn > min(k.lsn for k in kept)]
         if effect.cut:
             self.cuts[key, effect.capture.clock] = effect.capture

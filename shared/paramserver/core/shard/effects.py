@@ -165,7 +165,7 @@ class StoreSnapshot(Struct, frozen=True):
 
     capture: Capture
     cut: bool
-    """Whether it is a cut of a sync model, identified by `capture.clock`; the store keeps the last two cuts."""
+    """Whether it is a cut of a sync model, identified by `capture.clock`; kept as `core.shard.retention` says."""
     urgent: bool = False
     """Write it at once, outside the budget: a move, a shutdown or an emptied Redis waits for it."""
     fsync: bool = False
