@@ -119,9 +119,14 @@ class Exchange:
     ) -> dict[int, GotPart]:
         """Return the current values of these partitions, by partition index.
 
-        `make_room` is called with the bytes of those of other shards, shard by shard, before they take memory; it may
-        refuse them.
+        Both attempts together wait at most `wait_s`.  `make_room` is called with the bytes of those of other shards,
+        shard by shard, before they take memory; it may refuse them.
         """
+        clock = asyncio.get_running_loop().time
+        until_s = clock() + wait_s
+
+        def left_s() -> float:
+            return max(0.0, until_s - clock())
 
         async def local(now: KnownModel, parts: Sequence[WantedPart]) -> list[GotPart]:
             indices = tuple(p.partition for p in parts)
@@ -133,7 +138,7 @@ class Exchange:
                     timeline=timeline,
                     min_version=min_version,
                     min_clock=min_clock,
-                    wait_s=wait_s,
+                    wait_s=left_s(),
                 ),
                 [p.ranges for p in parts],
             )
@@ -150,7 +155,7 @@ class Exchange:
                 timeline=timeline,
                 min_version=min_version,
                 min_clock=min_clock,
-                wait_s=wait_s,
+                wait_s=left_s(),
                 forwarded=True,
             )
             size = 4 * sum(

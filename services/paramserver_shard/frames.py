@@ -5,6 +5,7 @@ push.  A client on this machine names a shared-memory slot instead of sending a 
 values.
 """
 
+import asyncio
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Final
 
@@ -220,11 +221,16 @@ class FrameService:
                 min_clock=spec.min_clock,
                 wait_s=wait_s,
             )
+            clock = asyncio.get_running_loop().time
+            began_s = clock()
             try:
                 return self._body(known, spec, await self._runtime.pull(event, [ranges for _, ranges in spec.parts]))
             except StaleMapError:  # a partition has moved since it was looked up, perhaps while the pull waited
                 if not forward:
                     raise
+            known = await self._models.find(known.key.name, known.key.generation)
+            self._check_pull(known, spec, forward=forward)
+            wait_s = max(0.0, wait_s - (clock() - began_s))
         wanted = [WantedPart(p, ranges) for p, ranges in spec.parts]
         fetched = await self._exchange.pull(
             known,

@@ -1,11 +1,13 @@
 """A push that one shard forwards to the owners of its partitions."""
 
+import asyncio
 import socket
 from typing import Any, cast
 from unittest.mock import AsyncMock, Mock
 
 import numpy as np
 import pytest
+from tests.refusals import refused_with
 
 from paramserver.core.layout import Layout
 from paramserver.core.partition_state import PartitionState
@@ -14,17 +16,19 @@ from paramserver.core.shard.effects import PartVersion, PullDone, PulledPart, Pu
 from paramserver.core.shard.events import PushPart, PushReceived
 from paramserver.core.shard.served_model import wrong_owner
 from paramserver.core.spec import ModelSpec
-from paramserver.errors import InDoubt, PsError, Unavailable, problem
+from paramserver.errors import InDoubt, PsError, RequestError, Unavailable, problem
 from paramserver.net.credentials import Credentials
 from paramserver.types import ModelKey, PushId
 from paramserver.wire.frame import PullFrame, PullReply, PushFrame, PushReply, decode_header
 from paramserver.wire.frame import PushPart as FramePart
 from paramserver_shard.buffers import BufferPool
 from paramserver_shard.directory import Directory, KnownModel
-from paramserver_shard.exchange import Exchange
+from paramserver_shard.exchange import Exchange, WantedPart
 from paramserver_shard.frames import FrameService
 from paramserver_shard.names import NameService, PullRequest
 from paramserver_shard.peers import PeerClient
+
+from . import virtual_time
 
 KEY = ModelKey("m", 1)
 
@@ -96,6 +100,67 @@ async def test_a_frame_without_a_map_follows_a_partition_that_moves_while_it_arr
     assert done.state == "applied"
     assert [a.tolist() for a in peers.got] == [[0.5] * 4]
     assert [piece.tolist() for piece in pulled.pieces] == [[2.0] * 4]
+
+
+class Waiting(Fenced):
+    """A shard that loses its partition when a pull has waited for half of its time."""
+
+    def __init__(self) -> None:
+        self.waits_s: list[float] = []
+
+    async def pull(self, *request: Any) -> Any:
+        self.waits_s.append(request[0].wait_s)
+        await asyncio.sleep(request[0].wait_s / 2)
+        return await super().pull()
+
+
+class WaitingPeers(Peers):
+    """The client of the shard that has it then, and how long that is to wait."""
+
+    def __init__(self, waits_s: list[float]) -> None:
+        super().__init__()
+        self.waits_s = waits_s
+
+    async def pull(self, address: str, frame: PullFrame, size_bytes: int, *_: Any) -> tuple[PullReply, Any]:
+        self.waits_s.append(frame.wait_s)
+        return await super().pull(address, frame, size_bytes)
+
+
+@pytest.mark.parametrize("by", ["frame", "name"])
+def test_a_pull_that_follows_a_partition_waits_no_longer_than_it_asked_to(by: str) -> None:
+    """The new owner is asked to wait for what is left of the time."""
+    layout = Layout(ModelSpec.parse({"name": "m", "params": {"w": {"shape": [4]}}, "partitions": 1}))
+    known, shard = KnownModel(KEY, layout, 0, "ready", (("me", 1),), None, None), Waiting()
+    directory = Directory("me")
+    directory.models["m"] = moved = replace_owner(known)
+    directory.addresses = {"other": ("http://other",)}
+
+    async def pull() -> None:
+        exchange = Exchange(directory, cast(Any, shard), cast(Any, WaitingPeers(shard.waits_s)))
+        models: Any = Mock(find=AsyncMock(side_effect=[known, moved]))
+        frames = FrameService(directory, models, cast(Any, shard), exchange, cast(Any, None), None)
+        if by == "frame":
+            await frames.pull(PullFrame([(0, None)], model="m", wait_s=8.0), lambda _: None)
+        else:
+            await exchange.pull(known, [WantedPart(0, None)], wait_s=8.0)
+
+    virtual_time.run(pull())
+    assert shard.waits_s == [8.0, 4.0]
+
+
+async def test_a_pull_that_follows_a_partition_collects_no_more_than_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A pull by frame is refused if after a move other shards have more of it than this one collects."""
+    monkeypatch.setattr("paramserver_shard.frames.BODY_BYTES_MAX", 15)
+    layout = Layout(ModelSpec.parse({"name": "m", "params": {"w": {"shape": [4]}}, "partitions": 1}))
+    known = KnownModel(KEY, layout, 0, "ready", (("me", 1),), None, None)
+    directory, lost = Directory("me"), cast(Any, Fenced())
+    models: Any = Mock(find=AsyncMock(side_effect=[known, replace_owner(known)]))
+    frames = FrameService(directory, models, lost, cast(Any, None), cast(Any, None), None)
+
+    with refused_with("too_large", RequestError):
+        await frames.pull(PullFrame([(0, None)], model="m"), lambda _: None)
 
 
 class Refusing:
