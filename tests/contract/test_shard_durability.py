@@ -134,12 +134,12 @@ def test_a_shard_that_is_told_to_stop_hands_over_everything(cluster: Nodes) -> N
         pusher.reach(20)
         process = cluster.processes["shard-1"]
         with cluster.paused("scheduler"):  # so that nothing is handed over before the shard is found not ready
-            began = time.monotonic()
             process.send_signal(signal.SIGTERM)
             probe = f"http://127.0.0.1:{cluster.shard_ports['shard-1']}/readyz"
             told = {"status": "not ready", "reason": "this shard is stopping"}
             eventually(lambda: httpx.get(probe).json() == told, within_s=15, what="being not ready")
             assert httpx.get(probe, timeout=30).status_code == 503
+        began = time.monotonic()
         process.wait(25)
         assert process.returncode == 0
         assert time.monotonic() - began < 15, "what cannot be handed over is stored after 15 s"

@@ -16,6 +16,13 @@ from paramserver_node import forward
 from paramserver_node.forward import Forwarder
 
 
+@pytest.fixture(autouse=True)
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing fails here because the machine stands still for seconds."""
+    monkeypatch.setattr(forward, "_TIMEOUT", httpx.Timeout(20.0).as_dict())
+    monkeypatch.setattr(forward, "_IDLE_S", 60.0)
+
+
 async def forwarded(
     forwarder: Forwarder,
     url: str,
@@ -54,6 +61,7 @@ OK = b"HTTP/1.1 200 OK\r\nset-cookie: a=1; path=/\r\ncontent-length: 2\r\n\r\nok
 async def test_a_connection_is_used_again_until_the_node_closes_it() -> None:
     """Forwarded requests share a connection, a closed one is replaced, and each says what its own client said."""
     connections: list[list[bytes]] = []
+    closed = threading.Event()
 
     def serve(connected: socket.socket) -> None:
         """Answer two requests, and close the connection."""
@@ -63,10 +71,14 @@ async def test_a_connection_is_used_again_until_the_node_closes_it() -> None:
                 return
             connections[-1].append(head)
             connected.sendall(OK)
+        connected.close()
+        closed.set()
 
     with serving(serve) as url:
         forwarder = Forwarder(Credentials(), asyncio.Event())
-        answers = [await forwarded(forwarder, url) for _ in range(3)]
+        answers = [await forwarded(forwarder, url) for _ in range(2)]
+        assert await asyncio.to_thread(closed.wait, 20.0)  # else it is closed under the next request
+        answers.append(await forwarded(forwarder, url))
         await forwarder.aclose()
 
     host = url.removeprefix("http://").encode()
@@ -162,7 +174,7 @@ async def test_what_takes_as_long_as_a_model_is_large_is_waited_for(
             else:
                 with pytest.raises(Unavailable):
                     await forwarded(forwarder, url, method=method, path=path)
+                assert await asyncio.to_thread(asked.wait, 20.0)
         finally:
             out_of_patience.set()
             await forwarder.aclose()
-    assert asked.is_set()
