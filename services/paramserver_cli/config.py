@@ -3,7 +3,7 @@
 from __future__ import annotations  # client classes are named, but not imported until used
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -65,7 +65,12 @@ def cluster_at(url: str | None) -> tuple[StateDir, Cluster] | None:
     It may have been started from another folder.  Other users' clusters are not listed; they could not be changed.
     """
     meant = client_settings({"url": url}).url
-    for state in (state_dir(None), *running()):
+
+    def states() -> Iterator[StateDir]:
+        yield state_dir(None)
+        yield from running()  # which looks at every process of the machine
+
+    for state in states():
         cluster = running_cluster(state)
         if cluster is not None and cluster.is_at(meant):
             return state, cluster

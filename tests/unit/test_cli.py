@@ -16,6 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import typer
@@ -340,6 +341,22 @@ def test_the_secret_at_hand_is_for_all_schedulers_of_its_cluster(tmp_path: Path,
     with state.lock() or nullcontext():
         assert config._secret(settings) == ("a secret" if found else "")
     assert config._secret(settings) == ""  # a killed supervisor leaves its files, and its ports to anybody
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="no cluster runs there")
+def test_the_cluster_of_this_folder_is_found_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The machine's processes are looked through only if the cluster of this folder is not the one meant."""
+    state, looked = StateDir(tmp_path), Mock(return_value=[])
+    state.write(Cluster("http://h:1", [], "redis://h:9", None, {}, str(tmp_path), ["http://h:1"]))
+    monkeypatch.setenv("PARAMSERVER_STATE_DIR", str(tmp_path))
+    monkeypatch.setattr(config, "running", looked)
+    with state.lock() or nullcontext():
+        found = config.cluster_at("http://h:1")
+        assert found is not None
+        assert found[0].path == tmp_path
+        looked.assert_not_called()
+        assert config.cluster_at("http://h:2") is None
+        looked.assert_called_once()
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="no cluster runs there")

@@ -1,6 +1,7 @@
 """What psctl shows at a terminal that can redraw its lines, and at one that cannot."""
 
 import os
+import select
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -19,7 +20,7 @@ pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="it has no such 
 
 @contextmanager
 def terminal(kind: str) -> Iterator[Callable[[], bytes]]:
-    """Make a terminal standard output and error during the block; yields a function that returns what it shows."""
+    """Make a terminal standard output and error during the block; yields a function that returns what it shows next."""
     ours, theirs = os.openpty()
     with (
         open(theirs, "w") as stream,
@@ -29,7 +30,12 @@ def terminal(kind: str) -> Iterator[Callable[[], bytes]]:
         patch.setenv("TERM", kind)
         patch.setattr(sys, "stdout", stream)
         patch.setattr(sys, "stderr", stream)
-        yield lambda: screen.read(4096)
+
+        def shown() -> bytes:
+            assert select.select([screen], [], [], 20.0)[0], "it shows nothing more"
+            return screen.read(4096)
+
+        yield shown
 
 
 @pytest.mark.parametrize(
