@@ -266,6 +266,9 @@ class Restored(Body):
     workers: dict[str, Any] = Field(
         {}, description="state of each worker that joins from now on", examples=[{"demo/w0": {"seen": 12}}]
     )
+    given: Many[Row[tuple[int, int]]] = Field(
+        [], description="[index, owner token] of each partition, under which it was set; with `timeline`"
+    )
 
 
 def known_fields(kind: type[Body]) -> list[str]:

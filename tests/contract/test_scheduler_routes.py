@@ -309,7 +309,11 @@ BODIES: list[tuple[str, str, Any]] = [
     ("POST", "/models/{m}/tasks/none/done", {"worker": "{m}/w", "epoch": 1}),
     ("POST", "/models/{m}/metrics", {"metrics": {"loss": 1.0}}),
     ("POST", "/models/{m}/restore", {"checkpoint": "none"}),
-    ("POST", "/internal/models/{m}/restored", {"generation": 1, "timeline": 0, "version": 3, "workers": {}}),
+    (
+        "POST",
+        "/internal/models/{m}/restored",
+        {"generation": 1, "timeline": 0, "version": 3, "workers": {}, "given": [[0, 1]]},
+    ),
     ("POST", "/runs", {"model": "{m}", "entry": "a.b:c"}),
     ("PATCH", "/runs/none", {"state": "paused"}),
     ("POST", "/runs/none/places/0/done", {"member": "x", "epoch": 1}),

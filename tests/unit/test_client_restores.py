@@ -15,10 +15,10 @@ from paramserver.client.cluster import Cluster
 from paramserver.client.control import Creation
 from paramserver.core.spec import ModelSpec
 from paramserver.errors import problem
-from paramserver.net.calls import Outcome, Request, Response
+from paramserver.net.calls import Deadline, Outcome, Request, Response
 
 from .session_node import deadline
-from .sharding import Shards, answered, drive, result
+from .sharding import Now, Shards, answered, drive, result
 
 RESTORED = "/internal/models/m/restored"
 SET = "/internal/set/m"
@@ -53,6 +53,41 @@ def test_the_workers_states_are_brought_before_the_values(cluster: Cluster, shar
     changes: list[str] = []
     restored(cluster, shards, tmp_path, 0, changes)
     assert changes == [RESTORED, RESTORED, SET, SET, SET, SET, RESTORED]
+
+
+@pytest.mark.parametrize("ever", [True, False])
+def test_a_restore_that_a_death_undoes_before_its_end_is_told_sets_again(
+    cluster: Cluster, shards: Shards, tmp_path: Path, ever: bool
+) -> None:
+    """If the scheduler says that values were lost, the client sets those again; at its deadline it gives up."""
+    checkpoint.write(tmp_path / "c", shards.spec, {"w": np.zeros((10, 5)), "b": np.zeros(14)}, {}, {}, [1] * 4, {}, {})
+    tokens, sets, told, now = [9] * 4, 0, list[list[list[int]]](), Now()
+
+    def answer(request: Request) -> Outcome:
+        nonlocal sets
+        if request.path == SET:
+            sets += 1
+            return Response(200, {}, b"")
+        if request.path == RESTORED:
+            assert request.body is not None
+            told.append(json.loads(bytes(request.body))["given"])
+            if ever or len(told) == 1:
+                tokens[2] += 1
+                return problem("conflict", "lost values")
+        elif request.path != "/models/m":
+            return shards(request)
+        document = shards.document()
+        for line, token in zip(document["partitions"], tokens, strict=True):
+            line["incarnation"] = token
+        return Response(200, {}, json.dumps(document).encode())
+
+    call = restore(cluster, str(tmp_path / "c"), None, None, Deadline.after(5.0, now), Creation(), exist_ok=True)
+    if ever:
+        with refused_with("conflict", match="lost values"):
+            drive(call, answer, now)
+        return
+    assert drive(call, answer, now).generation == shards.generation
+    assert (sets, told) == (5, [[[0, 9], [1, 9], [2, 9], [3, 9]], [[0, 9], [1, 9], [2, 10], [3, 9]]])
 
 
 def test_a_restore_whose_states_do_not_fit_sets_no_value(cluster: Cluster, shards: Shards, tmp_path: Path) -> None:

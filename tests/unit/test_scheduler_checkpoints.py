@@ -339,7 +339,7 @@ def test_a_checkpoint_has_no_metric_from_before_the_model_went_back(back: str) -
         d.ask(lambda n: io.StartRestore(n, "m"))
         d.ask(lambda n: io.RestoreFinished(n, ModelKey("m", 1)))
     elif back == "by a client":
-        d.ask(lambda n: io.ModelRestored(n, "m", 1, timeline=0))
+        d.ask(lambda n: io.ModelRestored(n, "m", 1, timeline=0, given=d.given()))
     else:
         d.shard("s1")
     d.beats()
@@ -500,7 +500,7 @@ def test_a_model_that_a_client_restores_is_ready_when_the_client_says_so(mode: s
         return number
 
     def end(timeline: int) -> int:
-        return d.send(lambda n: io.ModelRestored(n, "m", made["generation"], timeline, 12))
+        return d.send(lambda n: io.ModelRestored(n, "m", made["generation"], timeline, 12, given=d.given()))
 
     d = Driver("s0")
     made = d.result(create("mine"))
@@ -528,7 +528,7 @@ def test_a_restore_that_fails_in_a_model_that_a_client_is_creating_leaves_it_to_
     assert code(d, failed) == "corrupt_state"
 
     assert d.core.read.model("m")["state"] == "initializing"
-    done = d.ask(lambda n: io.ModelRestored(n, "m", made["generation"], made["timeline"], 12))
+    done = d.ask(lambda n: io.ModelRestored(n, "m", made["generation"], made["timeline"], 12, given=d.given()))
     assert (done["state"], done["clock"]) == ("ready", 0 if mode == "async" else 12)
 
 

@@ -361,7 +361,7 @@ def test_a_restored_model_whose_values_were_never_stored_is_to_be_restored_again
     d.send(lambda n: io.CreateModel(n, spec, "mine", restore=True))
     d.beats()
     assert not d.document()["restored"], "a partition may still begin with what the restore replaces"
-    d.ask(lambda n: io.ModelRestored(n, "m", 1, 0))
+    d.ask(lambda n: io.ModelRestored(n, "m", 1, 0, given=d.given()))
     assert d.document()["restored"]
 
     dies(d, "s0")
@@ -371,7 +371,7 @@ def test_a_restored_model_whose_values_were_never_stored_is_to_be_restored_again
     d.beats()
     assert "upload_token" not in d.result(made)
     assert not d.work
-    d.ask(lambda n: io.ModelRestored(n, "m", 1, 0))
+    d.ask(lambda n: io.ModelRestored(n, "m", 1, 0, given=d.given()))
     assert d.core.read.model("m")["state"] == "ready"
 
 

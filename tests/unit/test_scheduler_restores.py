@@ -72,6 +72,43 @@ def test_a_restore_that_a_death_has_just_undone_does_not_end(mode: str, in_place
     assert not model.restoring
 
 
+@pytest.mark.parametrize("in_place", [True, False])
+@pytest.mark.parametrize(("mode", "ack"), [("async", "applied"), ("async", "journaled"), ("sync", "journaled")])
+def test_a_restore_by_a_client_that_a_death_has_just_undone_does_not_end(mode: str, ack: str, in_place: bool) -> None:
+    """If an owner died after the client had set all, its report ends the restore only once all is set again.
+
+    In place and out of sync it ends nothing: what a death takes there is as before the restore.
+    """
+    d = Driver("s0", "s1")
+    spec = SPEC | {"consistency": {"mode": mode}, "ack": ack}
+    if in_place:
+        d.model(**spec)
+    else:
+        d.send(lambda n: io.CreateModel(n, spec, "mine", restore=True))
+        d.beats()
+    model, before = d.core._c.models["m"], d.given()
+
+    def report(given: list[list[int]]) -> Any:
+        generation, timeline = model.generation, model.timeline
+        return d.ask(lambda n: io.ModelRestored(n, "m", generation, timeline, 12, given=given))
+
+    d.shard("s0")
+    lost = [["m", model.generation, i, token] for i, token in d.given() if model.owners[i].shard == "s0"]
+    d.beat("s0", lost=lost if not in_place else [])
+    d.beats()
+    if mode == "async" and in_place:
+        assert report(before)["state"] == "ready"
+        return
+    for given in (before, d.given()[1:], []):
+        with refused_with("conflict", match="lost values"):
+            report(given)
+    assert model.ready is in_place
+    began = model.timeline
+
+    done = report(d.given())
+    assert (done["state"], done["timeline"]) == ("ready", began + (mode == "sync"))
+
+
 @pytest.mark.parametrize("target", ["m", "copy"])
 async def test_what_a_death_undoes_just_before_the_end_is_set_again(tmp_path: Path, target: str) -> None:
     """A restore sets all values again if an owner was replaced while the core was being told that all is set."""

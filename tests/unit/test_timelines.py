@@ -312,7 +312,7 @@ def test_a_client_that_has_set_every_partition_begins_a_timeline_once() -> None:
     d = Driver.with_model(consistency=SYNC)
 
     def told(generation: int = 1, timeline: int = 0) -> Any:
-        return d.ask(lambda n: io.ModelRestored(n, "m", generation, timeline, 25))
+        return d.ask(lambda n: io.ModelRestored(n, "m", generation, timeline, 25, given=d.given()))
 
     assert (told()["timeline"], d.document()["began"], d.commits()[-1]["t"]) == (1, 24, 24)
     assert told()["timeline"] == 1
@@ -526,7 +526,7 @@ def become_synchronous(d: Driver) -> None:
 def restore(d: Driver) -> None:
     """Restore a checkpoint of version 1000."""
     model = d.core.read.model("m")
-    d.ask(lambda n: io.ModelRestored(n, "m", model["generation"], model["timeline"], 1000))
+    d.ask(lambda n: io.ModelRestored(n, "m", model["generation"], model["timeline"], 1000, given=d.given()))
 
 
 @pytest.mark.parametrize("restarts", [False, True])

@@ -191,7 +191,9 @@ async def create_restored(request: Request) -> Response:
 @router.post(
     "/models/{m}/restored",
     responses=response_doc(200, "Noted", answers.Model),
-    openapi_extra=request_body(bodies.Restored, {"generation": 1, "timeline": 0, "version": 400}),
+    openapi_extra=request_body(
+        bodies.Restored, {"generation": 1, "timeline": 0, "version": 400, "given": [[0, 4294967297]]}
+    ),
 )
 @role("node")
 async def restored(request: Request, m: str) -> Response:
@@ -199,7 +201,8 @@ async def restored(request: Request, m: str) -> Response:
 
     `workers` has the checkpoint's worker states, for workers that join from now on.  A model whose values were awaited
     is `ready`, or 409 `conflict` if it is not on `timeline` any more, because it has lost some.  A model in sync mode
-    that is still on `timeline` begins a new one.
+    that is still on `timeline` begins a new one.  Either gets 409 `conflict` if a partition is not owned under the
+    token that `given` has for it: set that one again, under the one of the model's document.
     """
     b = await read(request, bodies.Restored)
     return await reply(request, lambda n: io.ModelRestored(n, m, **vars(b)))

@@ -143,12 +143,21 @@ def _set_all(cluster: Cluster, model_map: ModelMap, found: "Checkpoint", deadlin
         sent[i] = _token(at, i)
         return _set_request(cluster, at, i, states[i], names, least[i], deadline)
 
-    while pending:  # again, for what the death of a shard has undone meanwhile
+    while True:  # again, for what the death of a shard has undone meanwhile
         _, model_map = yield from _from_owners(cluster, model_map, pending, request_of, backoff, deadline)
         model_map = yield from _fresh_map(cluster, model_map, deadline)
         pending = [i for i in sent if sent[i] != _token(model_map, i)]
-    document = yield from _report(model_map, {"timeline": model_map.timeline, "version": found.version}, deadline)
-    return (yield from cluster.store_document(document, deadline))
+        if pending:
+            continue
+        end = {"timeline": model_map.timeline, "version": found.version, "given": list(sent.items())}
+        try:
+            document = yield from _report(model_map, end, deadline)
+        except ConflictError as e:
+            if e.code != "conflict":
+                raise
+            yield backoff.pause(e)  # undone after the map was fetched
+        else:
+            return (yield from cluster.store_document(document, deadline))
 
 
 def _token(model_map: ModelMap, index: int) -> int:

@@ -81,7 +81,8 @@ class Uploader(SimClient):
                 else:
                     owners |= {p.partition: p.incarnation for p in done.parts}
                 yield self.sim.world.rng.uniform(0.0, SEND_S)
-        yield from self.ask(lambda r: io.ModelRestored(r, model, doc["generation"], doc["timeline"]))
+        given = list(owners.items())
+        yield from self.ask(lambda r: io.ModelRestored(r, model, doc["generation"], doc["timeline"], given=given))
 
     def _set(self, shard: str, what: str, event: SetReceived) -> Script:
         """Have a shard set values; return its answer."""

@@ -360,10 +360,12 @@ class ModelDesk:
                 self.c.save_worker(model, worker)
         if e.timeline is not None:
             model.series.outdate()
-        if model.timeline == e.timeline and (model.gate.sync or not model.ready):
+        if e.timeline is not None and (not model.ready or (model.gate.sync and model.timeline == e.timeline)):
+            # Else the report is a repeated one, or ends nothing.
+            given = {row[0]: (e.timeline, row[1]) for row in e.given}
+            if any(given.get(i) != place(model, i) for i in range(len(model.owners))):
+                raise _values_lost(model)
             self._end_restore(model, e.version)
-        elif e.timeline is not None and not model.ready:
-            raise _values_lost(model)
         self.c.answer(e.request, self.c.public(model))
 
 

@@ -119,8 +119,9 @@ class ModelRestored(Struct, frozen=True):
     """POST /internal/models/{m}/restored: a client has set every partition itself. Answer 200 with the model document.
 
     A model that awaits its values is complete; if it is not on `timeline` any more, it lost some: 409 `conflict`.  A
-    synchronous model that is still on `timeline` begins a new one, so repeating the request is harmless.  Without
-    `timeline` it only brings `workers`, also those of a restore that ends with `RestoreFinished`.
+    synchronous model that is still on `timeline` begins a new one, so repeating the request is harmless.  Neither is
+    done if a partition has another owner than `given` says, or none: 409 `conflict`, and what was set there is to be
+    set again.  Without `timeline` it only brings `workers`, also those of a restore that ends with `RestoreFinished`.
     """
 
     request: int
@@ -132,6 +133,8 @@ class ModelRestored(Struct, frozen=True):
     """As in `RestoreFinished`."""
     workers: Mapping[str, Any] = {}
     """Worker name -> state it starts with if it joins from now on."""
+    given: Sequence[Sequence[int]] = ()
+    """[index, owner token] of each partition, under which it was set."""
 
 
 class RequestCheckpoint(Struct, frozen=True):
