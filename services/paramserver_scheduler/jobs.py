@@ -213,14 +213,14 @@ class Jobs:
             pass
         else:
             name, holder = record["name"], record["scheduler"] or None
-        try:
-            # One of the list may be deleted at any time by the rule of `keep`.
-            async with self._alone(model, name) if creation is not None else nullcontext():
+        # One of the list may be deleted at any time by the rule of `keep`.
+        async with self._alone(model, name) if creation is not None else nullcontext():
+            try:
                 return await asyncio.to_thread(self._store.read, model, name, creation)
-        except NotFoundError:
-            if holder == self._name or (creation is None and name in ALIASES):
-                raise
-        return await self.others.read(model, name, holder, creation)
+            except NotFoundError:
+                if holder == self._name or (creation is None and name in ALIASES):
+                    raise
+            return await self.others.read(model, name, holder, creation)
 
     async def delete(self, model: str, name: str) -> None:
         """Delete a checkpoint: one of the model's list, or one of an earlier model, in this scheduler's folder.

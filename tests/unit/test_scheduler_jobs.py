@@ -471,37 +471,54 @@ async def test_a_checkpoint_that_is_being_written_is_deleted_once_it_is_there(tm
     assert not (tmp_path / "checkpoints" / "m" / "mine").exists()
 
 
-async def test_a_checkpoint_that_is_being_read_is_deleted_once_it_is_restored(tmp_path: Path) -> None:
-    """The rule of `keep` deletes a checkpoint that is being read for a restore only once it has been read."""
-    d, store = Driver.with_model(partitions=1), CheckpointStore(tmp_path)
+@pytest.mark.parametrize("holder", ["s", "t"])
+async def test_a_checkpoint_that_is_being_read_is_deleted_once_it_is_restored(tmp_path: Path, holder: str) -> None:
+    """The rule of `keep` deletes a checkpoint that is being read for a restore only once it has been read.
+
+    Also one of which only another scheduler has the files.
+    """
+    d, store = Driver.with_model(partitions=1), CheckpointStore(tmp_path / "holder")
     d.send(lambda n: io.RequestCheckpoint(n, "m", "mine"))
     (effect,) = d.work
     assert isinstance(effect, io.WriteCheckpoint)
     store.write("m", "mine", effect.document, held(7))
-    d.do(io.CheckpointWritten(effect.model, "mine", 10, [7], scheduler="s"))
-    begun, removed, goes_on = asyncio.Event(), asyncio.Event(), threading.Event()
+    d.do(io.CheckpointWritten(effect.model, "mine", 10, [7], scheduler=holder))
+    begun, goes_on, waits = asyncio.Event(), threading.Event(), list[bool]()
     loop = asyncio.get_running_loop()
 
-    def slowly(*args: Any) -> Any:
+    def slowly(model: str, name: str, *_: Any) -> Any:
         loop.call_soon_threadsafe(begun.set)
         assert goes_on.wait(20)
-        return store.read(*args)
+        return store.read(model, name)
+
+    async def read(*args: Any) -> Any:
+        return await asyncio.to_thread(slowly, *args)
 
     async def remove(*args: Any) -> bool:
-        removed.set()
+        store.remove(*args)
         return True
 
-    async with asyncio.timeout(20), asyncio.TaskGroup() as group:
+    async with asyncio.timeout(30), asyncio.TaskGroup() as group:
         shards = Mock(restore=AsyncMock(return_value={}))
-        jobs = with_runtime(d, tmp_path, group, others=Mock(remove=remove), shards=shards)
-        jobs._store = cast(Any, Mock(read=slowly, remove=store.remove))
+        jobs = with_runtime(d, tmp_path, group, others=Mock(read=read, remove=remove), shards=shards)
+        if holder == "s":
+            jobs._store = cast(Any, Mock(read=slowly, remove=store.remove))
+        lock_of = jobs._alone
+
+        def alone(model: str, name: str) -> asyncio.Lock:
+            lock = lock_of(model, name)
+            waits.append(lock.locked())
+            if len(waits) == 2:
+                goes_on.set()
+            return lock
+
+        jobs._alone = alone  # type: ignore[method-assign]
         restoring = asyncio.ensure_future(jobs.restore("m", "mine", "m", None))
         await begun.wait()
         jobs.start(io.RemoveCheckpoint("m", "mine", effect.document["creation"]))
-        await asyncio.wait({asyncio.ensure_future(removed.wait())}, timeout=0.1)
-        goes_on.set()
         assert (await restoring).status == 200
 
+    assert waits == [False, True]
     assert not store.exists("m", "mine")
 
 
