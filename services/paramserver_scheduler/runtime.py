@@ -51,7 +51,11 @@ _ACCEPTED_WHILE_AWAY: Final = (
 """Events of requests that are accepted while Redis is away: they keep leases alive, or can wait."""
 
 _TAKE_LONG: Final = (*_ACCEPTED_WHILE_AWAY, io.RequestCheckpoint)
-"""Events whose reply may wait for much else; a checkpoint, once begun, is written whatever Redis does meanwhile."""
+"""Events whose reply may wait for much else.
+
+A checkpoint, once begun, is written whatever Redis does meanwhile.  One whose beginning waits for Redis waits on with
+its request: it is not refused after `STORE_WAIT_S`, and begins when Redis is back.
+"""
 
 _LEASES: Final = (io.ShardHeartbeat, io.WorkerHeartbeat, io.PoolHeartbeat)
 """Events that can only postpone the core's deadlines."""

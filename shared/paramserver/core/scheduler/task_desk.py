@@ -192,8 +192,8 @@ class TaskDesk:
         for w in list(model.task_waiters):
             try:
                 worker = model.roster.find(w.worker, w.epoch)
-            except PsError as fenced:
-                self.c.answer_waiter(model, w, fenced, now)
+            except PsError as gone:  # `fenced`, or `unknown_worker` once it is forgotten
+                self.c.answer_waiter(model, w, gone, now)
                 continue
             asked = self.workers.state(model, worker)
             dataset, task = model.datasets.get(w.dataset), None

@@ -363,8 +363,8 @@ class WorkerDesk:
         for w in list(model.clock_waiters):
             try:
                 worker = model.roster.find(w.worker, w.epoch)
-            except PsError as fenced:
-                self.c.answer_waiter(model, w, fenced, now)
+            except PsError as gone:  # `fenced`, or `unknown_worker` once it is forgotten
+                self.c.answer_waiter(model, w, gone, now)
                 continue
             if worker.timeline != model.timeline:
                 worker.timeline = model.timeline
