@@ -185,8 +185,17 @@ def test_loading_the_newest_snapshots_after_a_restore_turns_the_checkers_red(mon
 
     monkeypatch.setattr(shard_desk, "go_back", newest)
 
-    faults = Faults(crash=0.008)
-    assert turns_red("sync", "applied", "crashes", "restores", first=136, within=1, faults=faults, says="different")
+    faults = Faults(crash=0.012)
+    assert turns_red("sync", "applied", "crashes", "restores", first=137, within=1, faults=faults, says="different")
+
+
+def test_ending_a_restore_that_a_death_has_undone_turns_the_checkers_red(monkeypatch: pytest.MonkeyPatch) -> None:
+    """If a restore ends though a death has just taken what it set, the model goes on without it and the run fails."""
+    finish = ModelDesk.finish_restore
+    monkeypatch.setattr(ModelDesk, "finish_restore", lambda self, e, now: finish(self, replace(e, places={}), now))
+
+    faults = Faults(crash=0.012)
+    assert turns_red("sync", "applied", "crashes", "restores", first=68, within=1, deaths=True, faults=faults)
 
 
 def test_listing_clocks_that_were_left_out_turns_the_checkers_red(monkeypatch: pytest.MonkeyPatch) -> None:

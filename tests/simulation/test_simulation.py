@@ -141,7 +141,7 @@ def test_a_model_that_is_restored_ends_in_one_state(first: int) -> None:
 UNFINISHED = {
     (1, "crashes", "none"): "the owner of a partition died before it had stored it, and the next one was beyond the "
     "clock by the journal",
-    (47, "emptied", "restores"): "Redis was emptied while the cut was being written",
+    (49, "emptied", "restores"): "Redis was emptied while the cut was being written",
     (76, "pauses", "puts"): "the owner of a partition was thought dead",
 }
 """Runs in which the scheduler once waited for a cut that could not become complete any more, and why."""

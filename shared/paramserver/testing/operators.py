@@ -25,6 +25,8 @@ ASSIGNED: Final = 7.0
 """The value that restores and assignments write."""
 LATER: Final = 40
 """Versions between the checkpoints of successive restores; the first has version 0, of a model never trained."""
+REDIS_S: Final = 2.0
+"""Longest time that the end of a restore waits for Redis before it is decided."""
 ROUNDS: Final = 3
 MODE_CHANGES: Final = 6
 MODES: Final[tuple[dict[str, Any], ...]] = (
@@ -97,11 +99,20 @@ class SimOperator(SimClient):
         self.restored = None
         begun = yield from self._insist(lambda r: io.StartRestore(r, self.sim.spec.name))
         returns = self._cut() is not None
-        if begun is not None:  # else the restore began but its answer was lost, so no values are set
-            yield from self._set(self._schedulers[0], LATER * turn)
-        key = ModelKey(self.sim.spec.name, self.generation)
-        ended = yield from self._insist(lambda r: io.RestoreFinished(r, key, None, LATER * turn))
-        if begun is not None and ended["timeline"] == begun["timeline"] + 1:
+        key, leader = ModelKey(self.sim.spec.name, self.generation), self._schedulers[0]
+        core, ended, places = leader.core, None, dict[int, tuple[int, int]]()
+        while begun is not None:  # else the restore began but its answer was lost, so no values are set
+            places = yield from self._set(leader, LATER * turn)
+            yield self.sim.world.rng.uniform(0.0, REDIS_S)
+            ended = yield from self.ask(lambda r, at=places: io.RestoreFinished(r, key, None, LATER * turn, at))
+            undone = isinstance(ended, PsError) and ended.code == "conflict"  # by a death, just before
+            if not undone or not leader.leading or leader.core is not core:
+                break
+        checked = places and not isinstance(ended, PsError)
+        if ended is None or isinstance(ended, PsError):
+            ended = yield from self._insist(lambda r: io.RestoreFinished(r, key, None, LATER * turn))
+        begins = 0 if begun is None else ended["timeline"] - begun["timeline"]
+        if begins == 1 or (checked and begins > 1):
             self.restored = ended["timeline"]
             self.alike.append(ended["timeline"])
         complete = self.restored is not None
@@ -114,16 +125,22 @@ class SimOperator(SimClient):
         return None if stored is None else json.loads(stored)["cut"]
 
     def _set(self, leader: SimScheduler, version: int) -> Script:
-        """Set all values, as the leader does itself; after a refusal (a new timeline), retry while it still leads."""
-        core = leader.core
+        """Set all values, as the leader does itself; after a refusal (a new timeline), retry while it still leads.
+
+        Returns where each partition was set, if it does.
+        """
+        core, key = leader.core, ModelKey(self.sim.spec.name, self.generation)
         while True:
             document = core.read.model(self.sim.spec.name)
             if self.sim.other_optimizers:
                 self.optimizer = core._c.models[self.sim.spec.name].spec.optimizer
             self.sim.ledger.restored.add((document["generation"], document["timeline"]))
+            places = {i: core.read.place(key, i) for i in range(self.sim.spec.partitions)}
             done = yield from self._assign(timeline=document["timeline"], version=version)
-            if done or not leader.leading or leader.core is not core:
-                return
+            if not leader.leading or leader.core is not core:
+                return {}
+            if done:
+                return places
             yield 0.2
 
     def _put(self, turn: int) -> Script:
