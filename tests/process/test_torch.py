@@ -183,10 +183,10 @@ def test_the_codec_is_that_of_the_model_or_worker_passed(
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["async", "ssp", "sync", "buffered"])
 def test_the_example_learns_in_every_mode(client: ps.Client, mode: str) -> None:
-    """Two workers with int8 reach 80 % in 60 steps of the digits example (97 % takes 400 steps)."""
+    """Two workers with int8 reach 80 % in 120 steps of the digits example (mostly 94 %; 97 % takes 400 steps)."""
     from paramserver.examples import digits_torch
 
-    assert digits_torch.once(client, mode, "int8", workers=2, steps=60) >= 0.8
+    assert digits_torch.once(client, mode, "int8", workers=2, steps=120) >= 0.8
 
 
 def test_one_worker_uploads_and_the_others_take(client: ps.Client, name: str) -> None:

@@ -182,7 +182,8 @@ class ParameterServerOptimizer(torch.optim.Optimizer):
         If the model was rolled back to an earlier clock, the push may be dropped (see `pushed.state`); the parameters
         are then those of that clock.  Raises RequestError before anything is sent: `invalid_dtype` for gradients that
         are sparse in another way, `invalid_encoding` for sparse ones with int8 or topk, `invalid_field` if the
-        parameter group has a setting besides the rate, which would be ignored, or a lazy table a dense gradient.
+        parameter group has a setting besides the rate, which would be ignored, or a lazy table a gradient that is dense
+        or of rows that were not pulled since the last step.
         """
         loss = None
         if closure is not None:
