@@ -146,17 +146,22 @@ class AbsentScheduler:
         return {"state": "idle", "run": None}
 
 
-@pytest.mark.parametrize("code", ["storage_unavailable", "unreachable", "in_doubt"])
-def test_a_report_is_repeated_only_while_the_place_is_the_members(code: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A member repeats a report that nobody could take, and asks for work once the place is no longer its own."""
-    scheduler: Any = AbsentScheduler(code)
+def worked(scheduler: Any, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Work for this scheduler until it says `Over`; return the calls of its function."""
     calls: list[str] = []
     monkeypatch.setattr(limits, "HEARTBEAT_S", 0.01)
     monkeypatch.setattr(pool, "REPORT_PAUSE_S", 0.05)
     monkeypatch.setattr(entry, "run", lambda *_, **__: calls.append("called"))
-
     with pytest.raises(Over):
         PoolMember(scheduler, "w", ["json"]).work()
+    return calls
+
+
+@pytest.mark.parametrize("code", ["storage_unavailable", "unreachable", "in_doubt"])
+def test_a_report_is_repeated_only_while_the_place_is_the_members(code: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A member repeats a report that nobody could take, and asks for work once the place is no longer its own."""
+    scheduler = AbsentScheduler(code)
+    calls = worked(scheduler, monkeypatch)
 
     assert scheduler.reports >= 3
     assert calls == ["called"]
@@ -187,14 +192,8 @@ def test_what_is_done_is_not_done_again_by_a_member_that_has_to_join_again(
     code: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A member whose lease ended before its report joins again, and reports the place that it is given back."""
-    scheduler: Any = ForgetfulScheduler(code)
-    calls: list[str] = []
-    monkeypatch.setattr(limits, "HEARTBEAT_S", 0.01)
-    monkeypatch.setattr(pool, "REPORT_PAUSE_S", 0.05)
-    monkeypatch.setattr(entry, "run", lambda *_, **__: calls.append("called"))
-
-    with pytest.raises(Over):
-        PoolMember(scheduler, "w", ["json"]).work()
+    scheduler = ForgetfulScheduler(code)
+    calls = worked(scheduler, monkeypatch)
 
     assert (scheduler.joins, calls) == (2, ["called"])
 
