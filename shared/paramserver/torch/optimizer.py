@@ -34,8 +34,7 @@ from paramserver.errors import AuthError, ConflictError, NotFoundError, PsError,
 from paramserver.limits import CLIENT_TIMEOUT_S
 from paramserver.torch.buffers import GradientBuffers, HostGradients, SideStream
 from paramserver.torch.fitting import as_array, as_params, check_fit, named_parameters, other_settings
-from paramserver.torch.tables import LazyTables, sparse_rows
-from paramserver.types import AnyArray
+from paramserver.torch.tables import LazyTables, RowGradients, sparse_rows
 from paramserver.wire.tensor import HANDED_OUT
 
 log = logging.getLogger("paramserver")
@@ -236,7 +235,7 @@ class ParameterServerOptimizer(torch.optim.Optimizer):
         if trains:
             self._tables.note(name, rows)
 
-    def _sparse(self, grads: Mapping[str, Tensor | None]) -> dict[str, tuple[AnyArray, AnyArray]]:
+    def _sparse(self, grads: Mapping[str, Tensor | None]) -> RowGradients:
         """Return row numbers and gradients of the sparse ones, but of those without rows.
 
         Raises RequestError for what cannot be sent.
@@ -248,9 +247,7 @@ class ParameterServerOptimizer(torch.optim.Optimizer):
             raise _of_partitions(self._codec, ", ".join(map(repr, sparse)))
         return {n: rows for n, rows in sparse.items() if rows[0].size}
 
-    def _push(
-        self, grads: dict[str, Tensor | None], sparse: dict[str, tuple[AnyArray, AnyArray]], loss: float | None
-    ) -> bool:
+    def _push(self, grads: dict[str, Tensor | None], sparse: RowGradients, loss: float | None) -> bool:
         """Push the gradients and finish the clock; return whether the push was dropped, so that nothing counts."""
         model_map = self._checked_map()
         trainable = {n for n, spec in model_map.layout.by_name.items() if spec.trainable}

@@ -5,16 +5,17 @@ from typing import Any, Final, TypeAlias
 from weakref import WeakMethod
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
+from paramserver.client.rows import Ids
 from paramserver.errors import problem
 from paramserver.torch.fitting import as_array
 from paramserver.types import AnyArray
 
-Rows: TypeAlias = npt.NDArray[np.int64]
-NONE: Final[Rows] = np.empty(0, np.int64)
+RowGradients: TypeAlias = dict[str, tuple[Ids, AnyArray]]
+"""By parameter name: row numbers, each once, and the gradients of these rows."""
+NONE: Final[Ids] = np.empty(0, np.int64)
 OLD_ROW: Final = (
     "opt.zero_grad() after each step; call the module, not its forward(); "
     "make the optimizer before a compiled module first runs"
@@ -36,23 +37,23 @@ class LazyTables:
             hint = "pass the module itself, with nn.Embedding(..., sparse=True) or nn.EmbeddingBag(..., sparse=True)"
             raise problem("invalid_field", "lazy_tables: there is no sparse embedding", hint=hint)
         self.names = frozenset(found)
-        self.pulled: dict[str, Rows] = {}
+        self.pulled: dict[str, Ids] = {}
         self._hooks = [
             module.register_forward_pre_hook(_Announcement(name, before_lookup), with_kwargs=True)
             for name, modules in found.items()
             for module in modules
         ]
 
-    def wanted(self, name: str, indices: Tensor, *, again: bool) -> Rows:
+    def wanted(self, name: str, indices: Tensor, *, again: bool) -> Ids:
         """Return the rows to pull for a look-up, each once; of those pulled since the last step only if `again`."""
-        rows: Rows = as_array(indices.detach().unique()).astype(np.int64)
+        rows: Ids = as_array(indices.detach().unique()).astype(np.int64)
         return rows if again else np.setdiff1d(rows, self.pulled.get(name, NONE))
 
-    def note(self, name: str, rows: Rows) -> None:
+    def note(self, name: str, rows: Ids) -> None:
         """Note that these rows have been pulled."""
         self.pulled[name] = np.union1d(self.pulled.get(name, NONE), rows)
 
-    def check(self, grads: Mapping[str, Tensor | None], sparse: Mapping[str, tuple[Rows, AnyArray]]) -> None:
+    def check(self, grads: Mapping[str, Tensor | None], sparse: RowGradients) -> None:
         """Raise RequestError (`invalid_field`) if a table's gradient is dense, or of rows whose values were old."""
         for name in self.names:
             if grads[name] is not None and name not in sparse:
@@ -102,8 +103,8 @@ class _Announcement:
         return _Announcement, (self._name,)
 
 
-def sparse_rows(grads: Mapping[str, Tensor | None]) -> dict[str, tuple[Rows, AnyArray]]:
-    """Return, by name of the sparse gradients, the row numbers, each once, and the gradients of these rows.
+def sparse_rows(grads: Mapping[str, Tensor | None]) -> RowGradients:
+    """Return the sparse gradients by rows.
 
     Raises one RequestError (`invalid_dtype`) that lists all that are sparse in another way than by rows.
     """
