@@ -18,6 +18,7 @@ from paramserver.core.ranges import RangeArray, elements
 from paramserver.core.shard.effects import PartVersion, PushDone
 from paramserver.core.shard.events import AssignPart, PullReceived, PushPart, PushReceived, SetReceived
 from paramserver.errors import PsError, StaleMapError, problem
+from paramserver.net.calls import Deadline
 from paramserver.net.retry import may_be_done
 from paramserver.types import F32, ITEMSIZE, AnyArray, PushState
 from paramserver.wire.frame import PullFrame, PullReply, PushFrame, PushReply
@@ -122,11 +123,7 @@ class Exchange:
         Both attempts together wait at most `wait_s`.  `make_room` is called with the bytes of those of other shards,
         shard by shard, before they take memory; it may refuse them.
         """
-        clock = asyncio.get_running_loop().time
-        until_s = clock() + wait_s
-
-        def left_s() -> float:
-            return max(0.0, until_s - clock())
+        waiting = Deadline.after(wait_s, asyncio.get_running_loop().time)
 
         async def local(now: KnownModel, parts: Sequence[WantedPart]) -> list[GotPart]:
             indices = tuple(p.partition for p in parts)
@@ -138,7 +135,7 @@ class Exchange:
                     timeline=timeline,
                     min_version=min_version,
                     min_clock=min_clock,
-                    wait_s=left_s(),
+                    wait_s=waiting.left_s(),
                 ),
                 [p.ranges for p in parts],
             )
@@ -155,7 +152,7 @@ class Exchange:
                 timeline=timeline,
                 min_version=min_version,
                 min_clock=min_clock,
-                wait_s=left_s(),
+                wait_s=waiting.left_s(),
                 forwarded=True,
             )
             size = 4 * sum(
