@@ -208,11 +208,11 @@ class ChaosCluster:
 
     # --- load
 
-    def load(self, jobs: Sequence[Job], name: str = "load") -> None:
-        """Start a load process with these jobs."""
+    def load(self, jobs: Sequence[Job], url: str = "") -> None:
+        """Start a load process with these jobs; `url`: by which it reaches the cluster, if not directly."""
         self._jobs += jobs
         self._begun += 1
-        self._loads.append(load.begin(self.records / f"{name}-{self._begun}.jsonl", self.url, jobs))
+        self._loads.append(load.begin(self.records / f"load-{self._begun}.jsonl", url or self.url, jobs))
 
     def kill_load(self, index: int) -> None:
         """SIGKILL a load process in the middle of its work; no other process takes over its jobs."""

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -48,6 +49,8 @@ class Job:
     timeout_s: float = 60.0
     deliveries: int = 1
     """How often each push is sent under the same id; more than 1 only if not `joined`."""
+    persists: bool = False
+    """Whether it goes on after any error, with the same worker as long as that has joined."""
 
     @property
     def steps(self) -> bool:
@@ -105,21 +108,32 @@ class Load(threading.Thread):
         self.pushes = 0
 
     def run(self) -> None:
-        job = self.job
         try:
-            with ps.connect(self.url, timeout=job.timeout_s) as client:
-                self.prepare(client)
-                while not self.stopped.is_set():
-                    if job.mode == "sync":
-                        with client.model(job.model).worker(f"w{job.worker}") as worker:
-                            self.work_in_step(worker)
-                    elif job.joined:
-                        with client.model(job.model).worker(f"w{job.worker}") as worker:
-                            self.work(worker)
-                    else:
-                        self.work(client.model(job.model))
+            while not self.stopped.is_set():
+                try:
+                    with ps.connect(self.url, timeout=self.job.timeout_s) as client:
+                        while not self.stopped.is_set():
+                            self.go_on(client)
+                except PsError as e:
+                    if not self.job.persists:
+                        raise
+                    self.recorder.write(op="failed", what="beginning", model=self.job.model, error=e.code)
         except BaseException as e:  # tests look for it in the history
-            self.recorder.write(op="error", error=f"{self.name}: {e!r}")
+            self.recorder.write(op="error", error=f"{self.name}: {e!r}\n{traceback.format_exc()}")
+
+    def go_on(self, client: Client) -> None:
+        """Work until told to stop, or in sync until a push is in doubt."""
+        job, model = self.job, client.model(self.job.model)
+        if not hasattr(self, "gradient"):
+            self.prepare(client)
+        if job.mode == "sync":
+            with model.worker(f"w{job.worker}") as worker:
+                self.work_in_step(worker)
+        elif job.joined:
+            with model.worker(f"w{job.worker}") as worker:
+                self.work(worker)
+        else:
+            self.work(model)
 
     def prepare(self, client: Client) -> None:
         """Read the bounds of the model's partitions and make the gradient."""
@@ -134,21 +148,29 @@ class Load(threading.Thread):
                 self.pull(target)
 
     def work_in_step(self, worker: Worker) -> None:
-        """Pull, push and clock until told to stop or a push is in doubt: only a new epoch rules it out."""
+        """Pull, push and clock until told to stop or a push is in doubt: only a new epoch rules it out.
+
+        If the job persists, that is left to the worker itself.
+        """
+        result = ""
         while not self.stopped.wait(self.job.pause_s):
-            self.pull(worker)
+            if result != "doubt":  # else its iteration may be over: the next push tells
+                self.pull(worker)
             start = time.monotonic()
-            match self.push(worker):
-                case "doubt":
+            match result := self.push(worker):
+                case "doubt" if not self.job.persists:
                     return
                 case "ok" if self.job.steps:
                     self.write_clock(worker, start, worker._session.clock)
-                case "ok":
+                case "ok" | "reported":
                     while not self.clock(worker) and not self.stopped.is_set():
                         pass
 
     def push(self, target: Any) -> str:
-        """Push once and return `ok`, `doubt`, or `dropped` if the worker must assume that the push was not applied."""
+        """Push once and return `ok`, `doubt`, or `dropped` if the worker must assume that the push was not applied.
+
+        `reported`: nothing was sent, as the worker has yet to wait for the end of an iteration that it has reported.
+        """
         self.pushes += 1
         number = (self.job.worker << 32) + self.pushes
         who = {"model": self.job.model, "by": self.job.worker}
@@ -159,7 +181,7 @@ class Load(threading.Thread):
                 done = self.deliver(target)
         except PsError as e:
             self.recorder.write(op="push", id=key, **who, end=time.monotonic(), result="doubt", error=e.code)
-            return "doubt"
+            return "reported" if e.code == "conflict" and self.job.persists else "doubt"
         result = "dropped" if done.state == "dropped" else "ok"
         self.recorder.write(op="push", id=key, **who, end=time.monotonic(), result=result, error=done.state)
         return result
