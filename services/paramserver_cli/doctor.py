@@ -318,6 +318,6 @@ def _timed(client: ps.Client, request: Request) -> float:
     began_s = time.perf_counter()
     (outcome,) = client.transport.perform([request])
     took_s = time.perf_counter() - began_s
-    if isinstance(result := to_result(outcome), PsError):
+    if isinstance(result := to_result(outcome, reads=True), PsError):
         raise result
     return took_s

@@ -301,7 +301,7 @@ def from_document(doc: Mapping[str, Any]) -> PsError:
         status = status if isinstance(status, int) else 500
         if status in TRY_AGAIN or status >= 502:
             code = "unavailable"
-        elif 400 <= status < 500:
+        elif 300 <= status < 500:
             code = {401: "unauthorized", 404: "not_found", 409: "conflict", 413: "too_large"}.get(status, "malformed")
         else:
             code = "internal"

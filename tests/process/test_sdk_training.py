@@ -333,7 +333,7 @@ KILLED = """
 import os, signal, sys
 import paramserver as ps
 from paramserver.client import checkpointing
-checkpointing.to_result = lambda _: os.kill(os.getpid(), signal.SIGKILL)
+checkpointing.to_result = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)
 ps.connect(sys.argv[1]).restore(sys.argv[2], as_=sys.argv[3])
 """
 """A restore that is killed once the first of the partitions are set."""
@@ -413,12 +413,12 @@ def test_what_a_dying_shard_loses_during_a_restore_is_set_again(
         model = client.create_model(of, {"w": np.ones(64, np.float32)}, consistency=mode, partitions=16)
         model.checkpoint(tmp_path / of)
 
-        def after_a_death(outcome: Outcome) -> Response | PsError:
+        def after_a_death(outcome: Outcome, *, reads: bool) -> Response | PsError:
             monkeypatch.undo()
             before = tokens(copy)
             victims.append(own_cluster.kill("shards"))
             eventually(lambda: tokens(copy) not in (before, []), what="other owners")
-            return to_result(outcome)
+            return to_result(outcome, reads=reads)
 
         monkeypatch.setattr(checkpointing, "to_result", after_a_death)
         assert client.restore(tmp_path / of, as_=copy).pull()["w"].tolist() == [1.0] * 64

@@ -79,6 +79,16 @@ def test_a_failure_of_a_proxy_is_no_wrong_address() -> None:
     assert (error.code, error.detail, error.hint) == ("internal", "http://n:1 answered HTTP 500", "")
 
 
+def test_a_redirection_says_where_to() -> None:
+    """A redirection is the caller's to follow, as no node sends one: the error names the target."""
+    error = error_of(answer(301, b"", location="https://n/"))
+
+    assert (error.code, error.hint) == (
+        "malformed",
+        "it refers to https://n/: if that is the paramserver, connect to it",
+    )
+
+
 def test_a_refusal_is_what_its_status_says_whatever_the_document_holds() -> None:
     """A document of another service, with our members in other types, is an error of the answer's status."""
     body = (

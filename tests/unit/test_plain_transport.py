@@ -119,6 +119,22 @@ def test_an_answer_that_ends_its_connection_is_read(ending: bytes, body: bytes) 
     assert [(o.status, o.body) for o in outcomes if isinstance(o, Response)] == [(200, body)] * 2
 
 
+def test_an_answer_is_never_taken_for_that_of_the_next_request() -> None:
+    """After an informational answer the real one is still to come: the request is in doubt, its connection closed."""
+
+    def early(connected: socket.socket) -> None:
+        connected.recv(65536)
+        connected.sendall(b"HTTP/1.1 103 Early Hints\r\n\r\n")
+        connected.recv(65536)  # its end, or the next request
+        connected.sendall(OK)
+
+    transport = PlainTransport(Credentials())
+    with serving(early) as url:
+        outcomes = [transport.send(Request("POST", "/runs"), url) for _ in range(2)]
+        transport.close()
+    assert [type(o) for o in outcomes] == [InDoubt] * 2
+
+
 def test_a_connection_that_the_node_has_closed_is_not_used_again() -> None:
     """If the node has closed a kept connection, a request that must not be repeated is sent once, on another one."""
     heard: list[bytes] = []

@@ -47,7 +47,6 @@ class AsyncWorker(WorkerBase):
         super().__init__(client, model, name, rank, timeout, codec)
         self._heartbeat: asyncio.Task[None] | None = None
         """Owned by this object: started by `__aenter__`, cancelled and awaited by `__aexit__`."""
-        self._left = False
 
     async def __aenter__(self) -> "AsyncWorker":
         if self._pid != -1:
@@ -57,7 +56,7 @@ class AsyncWorker(WorkerBase):
         try:
             await asyncio.shield(joining)
         except asyncio.CancelledError:
-            self._left = True
+            self._session.left = True
             await self._withdraw(joining)
             raise
         self._heartbeat = asyncio.create_task(self._keep_alive(), name=f"heartbeat {self.name}")
@@ -71,9 +70,9 @@ class AsyncWorker(WorkerBase):
     async def __aexit__(self, *exc: object) -> None:
         if self._pid != os.getpid():
             return  # a forked child leaves its parent's worker alone
-        if self._left:
+        if self._session.left:
             return
-        self._left = True
+        self._session.left = True
         try:
             if self._heartbeat is not None:
                 self._heartbeat.cancel()
@@ -243,7 +242,7 @@ class AsyncWorker(WorkerBase):
         return metrics
 
     async def _run(self, call: Call[T]) -> T:
-        if (refusal := self._refusal("async with", left=self._left)) is not None:
+        if (refusal := self._refusal("async with")) is not None:
             call.close()
             raise refusal
         return await self._client.run(call)

@@ -215,7 +215,7 @@ def _from_owners(
         failure: PsError | None = None
         outcomes = yield [request_of(model_map, i) for i in now]
         for i, outcome in zip(now, outcomes, strict=True):
-            result = to_result(outcome)
+            result = to_result(outcome, reads=backoff.reads)
             if isinstance(result, Response):
                 found[i] = result
             elif isinstance(result, StaleMapError) or is_temporary(result):

@@ -16,7 +16,7 @@ from paramserver.client.values import values_of
 from paramserver.core.fields import whole_number
 from paramserver.errors import FencedError, InDoubt, NotFoundError, PsError, combined, problem
 from paramserver.net.calls import ATTEMPT_S, Call, Clock, Deadline, Pause, json_of, json_request
-from paramserver.net.retry import Backoff, deliver, deliver_json, is_temporary, to_result
+from paramserver.net.retry import Backoff, deliver, deliver_json, is_temporary, result_of
 from paramserver.types import AnyArray
 
 REMOVE_S: Final = 2.0
@@ -74,11 +74,10 @@ def create_model(
     request = json_request("POST", "/models", body, timeout_s=deadline.attempt_s(), headers=headers)
     while True:
         creation.name = str(body["name"])
-        answer = yield from deliver(request, deadline, backoff)
-        if answer.status != 201:
+        status, doc = yield from deliver(request, deadline, backoff, lambda r: (r.status, json_of(r)))
+        if status != 201:
             creation.name = None
-        doc = json_of(answer)
-        if answer.status == 200 and not exist_ok:
+        if status == 200 and not exist_ok:
             raise problem("model_exists", f"model '{body['name']}' exists already", hint="pass exist_ok=True to use it")
         if "upload_token" in doc:
             model_map = yield from cluster.store_document(doc, deadline)
@@ -166,7 +165,7 @@ def delete(path: str, deadline: Deadline, headers: Mapping[str, str] = MappingPr
     backoff = Backoff(deadline)
     request = json_request("DELETE", path, timeout_s=deadline.attempt_s(), headers=headers)
     try:
-        yield from deliver(request, deadline, backoff)
+        yield from deliver_json(request, deadline, backoff)
     except (NotFoundError, FencedError):
         if not backoff.in_doubt:
             raise
@@ -204,9 +203,9 @@ def post_unrepeatable(path: str, body: Any, deadline: Deadline) -> Call[Any]:
     backoff = Backoff(deadline)
     while True:
         (outcome,) = yield [deadline.bound(json_request("POST", path, body))]
-        result = to_result(outcome)
+        result = result_of(outcome, json_of, reads=False)
         if not isinstance(result, PsError):
-            return json_of(result)
+            return result
         if not is_temporary(result):
             raise result
         if isinstance(result, InDoubt) or not result.retryable:

@@ -256,9 +256,12 @@ def pull_request(
 
 def push_reply(response: Response) -> PushReply:
     """Return the reply in a 2xx response to a push; raises PsError if it is something else."""
-    if MEDIA_TYPE not in response.headers.get("content-type", ""):
-        raise foreign(response)
-    return decode_header(response.body, PushReply)[0]
+    try:
+        if MEDIA_TYPE in response.headers.get("content-type", ""):
+            return decode_header(response.body, PushReply)[0]
+    except PsError as e:
+        raise foreign(response) from e
+    raise foreign(response)
 
 
 def leased_by(reply: PushReply | PullReply | None, to: str | None, layout: Layout) -> Leased | None:

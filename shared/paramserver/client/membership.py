@@ -30,7 +30,7 @@ from paramserver.client.transfer import ANSWER_S
 from paramserver.client.turns import Held, Turn
 from paramserver.errors import AuthError, PsError, RequestError, problem
 from paramserver.net.calls import ATTEMPT_S, Call, Clock, Deadline, Pause, Request, json_request
-from paramserver.net.retry import Backoff, deliver_json
+from paramserver.net.retry import Backoff, deliver_json, is_foreign
 
 log = logging.getLogger("paramserver")
 
@@ -114,17 +114,20 @@ class Membership:
         # Until the answer is here; a join that is given up may be granted all the same, even after the next one.
         earlier, self._join_in_doubt_until = self._join_in_doubt_until, inf
         try:
-            doc = yield from deliver_json(_request("POST", path, body), deadline, backoff)
-        except PsError as e:
-            if not self.joined or e.code != "conflict" or "rank" not in body:
-                if not backoff.in_doubt:
-                    self._join_in_doubt_until = earlier
-                raise
-            del body["rank"]  # another worker has taken it meanwhile
-            doc = yield from deliver_json(_request("POST", path, body), deadline, backoff)
+            try:
+                doc = yield from deliver_json(_request("POST", path, body), deadline, backoff)
+            except PsError as e:
+                if not self.joined or e.code != "conflict" or "rank" not in body:
+                    raise
+                del body["rank"]  # another worker has taken it meanwhile
+                doc = yield from deliver_json(_request("POST", path, body), deadline, backoff)
+        except PsError:
+            if not backoff.in_doubt:
+                self._join_in_doubt_until = earlier
+            raise
         with self._lock:
             doubtful = backoff.in_doubt or earlier == inf
-            self._join_in_doubt_until = deadline.clock() + limits.LATE_JOIN_S if doubtful else 0.0
+            self._join_in_doubt_until = deadline.clock() + limits.LATE_JOIN_S if doubtful else earlier
             self._enter(doc)
         if self.generation != model_map.generation:
             yield from self.refresh_mode(deadline)
@@ -186,7 +189,7 @@ class Membership:
         except BaseException as e:  # also if this task is cancelled: the last heartbeat, on leaving, sends the points
             self.reports.put_back(points)
             if not isinstance(e, PsError) or not self._follows(e, asked=True):
-                if isinstance(e, RequestError | AuthError) and self.status == "paused":
+                if isinstance(e, RequestError | AuthError) and not is_foreign(e) and self.status == "paused":
                     self.status = "active"  # no heartbeat will say so: the call that waits meets the refusal itself
                 raise
             yield from self._follow(e, epoch, timeline, deadline)
@@ -210,7 +213,7 @@ class Membership:
                 doc = yield from deliver_json(_request("PUT", self._path(), {**body, **fields}), deadline)
                 break
             except PsError as e:
-                if not fields or not refused(e):
+                if not fields or not refused(e) or is_foreign(e):
                     raise
                 where = str(e.members.get("where", "")).partition(".")[0]
                 part = where if where in fields else next(iter(fields))

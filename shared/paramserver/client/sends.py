@@ -4,9 +4,9 @@ A shard that no longer owns a partition, or that cannot be reached, only delays 
 fetched again, and the parts that are not done are sent to their current owners, under the same push id.
 """
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from itertools import zip_longest
-from typing import Final
+from typing import Final, TypeVar
 
 from msgspec.structs import replace
 
@@ -29,9 +29,11 @@ from paramserver.net.calls import (
     json_of,
     json_request,
 )
-from paramserver.net.retry import NOT_AGAIN, Backoff, is_temporary, may_be_done, to_result, together
+from paramserver.net.retry import NOT_AGAIN, Backoff, is_temporary, may_be_done, result_of, together
 from paramserver.types import ITEMSIZE, DType
 from paramserver.wire.frame import PullReply, PushReply
+
+T = TypeVar("T")
 
 REQUEST_ELEMENTS_MAX: Final = BODY_BYTES_MAX // max(ITEMSIZE.values())
 """Elements of one request, which fit into a body in any element type; what a partition has always fits."""
@@ -309,16 +311,21 @@ def in_order(parts: Iterable[Part]) -> list[Part]:
     return sorted(parts, key=lambda part: part.partition)
 
 
-def good_and_failed(groups: Groups, outcomes: list[Outcome]) -> tuple[list[tuple[int, Response]], list[Failed]]:
-    """Return the good outcomes of the groups as (index, response), and the groups that failed."""
-    good: list[tuple[int, Response]] = []
+def good_and_failed(
+    groups: Groups, outcomes: list[Outcome], read: Callable[[Response], T], *, reads: bool
+) -> tuple[list[tuple[int, T]], list[Failed]]:
+    """Return what `read` makes of the groups' good outcomes, as (index, T), and the groups that failed.
+
+    `reads`: the requests change nothing.
+    """
+    good: list[tuple[int, T]] = []
     failed: list[Failed] = []
     for i, ((to, parts), outcome) in enumerate(zip(groups, outcomes, strict=True)):
-        result = to_result(outcome)
-        if isinstance(result, Response):
-            good.append((i, result))
-        else:
+        result = result_of(outcome, read, reads=reads)
+        if isinstance(result, PsError):
             failed.append((to, parts, result))
+        else:
+            good.append((i, result))
     return good, failed
 
 

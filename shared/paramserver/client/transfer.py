@@ -27,6 +27,7 @@ from paramserver.core.fields import NUMBER_MAX, whole_number
 from paramserver.core.selection import Names, Ranges, Selection, listed, select
 from paramserver.errors import PsError, problem
 from paramserver.net.calls import POLL_S, Call, Deadline, Pause, plain, seconds
+from paramserver.net.retry import as_it_is
 from paramserver.types import LEVELS, DType, DTypeLike
 from paramserver.wire.frame import PushReply
 
@@ -97,7 +98,7 @@ def pull(
                 deadline.bound(pull_request(transfer.model_map, to, parts, terms, left_s, sink, cluster.same_host))
                 for (to, parts), sink in zip(groups, sinks, strict=True)
             ]
-            good, failed = good_and_failed(groups, (yield requests))
+            good, failed = good_and_failed(groups, (yield requests), as_it_is, reads=True)
             try:
                 pending = yield from transfer.again(failed, waiting)
             except PsError as e:
@@ -165,14 +166,10 @@ def _push(
     try:
         while pending:
             groups, waiting = transfer.groups(pending)
-            good, failed = good_and_failed(groups, (yield from transfer.sent(groups, more=bool(waiting))))
-            for i, response in good:
+            outcomes = yield from transfer.sent(groups, more=bool(waiting))
+            good, failed = good_and_failed(groups, outcomes, push_reply, reads=False)
+            for i, reply in good:
                 to, parts = groups[i]
-                try:
-                    reply = push_reply(response)
-                except PsError as e:  # what other shards have accepted or refused is told with it
-                    failed.append((to, parts, e))
-                    continue
                 transfer.accepted(parts, reply.state)
                 replies.append(reply)
                 if (lease := leased_by(reply, to, model_map.layout)) is not None:
@@ -268,8 +265,8 @@ def exchange(
             while pending:
                 groups, waiting = transfer.groups(pending)
                 sinks = arrivals.sinks(groups)
-                sending = transfer.sent(groups, dtype, sinks, more=bool(waiting))
-                good, failed = good_and_failed(groups, (yield from sending))
+                outcomes = yield from transfer.sent(groups, dtype, sinks, more=bool(waiting))
+                good, failed = good_and_failed(groups, outcomes, as_it_is, reads=False)
                 for i, _ in good:
                     _, parts = groups[i]
                     done = arrivals.read(sinks[i]).push

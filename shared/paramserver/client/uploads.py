@@ -61,7 +61,7 @@ def put_values(
             requests.append(deadline.bound(_put_request(model_map.name, piece, pending[piece], to, token)))
         tried.update(pieces)
         outcomes = yield requests
-        results = list(zip(pieces, map(to_result, outcomes), strict=True))
+        results = [(p, to_result(outcome, reads=False)) for p, outcome in zip(pieces, outcomes, strict=True)]
         failures = [(piece, result) for piece, result in results if isinstance(result, PsError)]
         if refusals := [_named(piece.name, error) for piece, error in failures if not is_temporary(error)]:
             raise together(refusals)

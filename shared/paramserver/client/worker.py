@@ -52,6 +52,7 @@ class Worker(WorkerBase):
     ) -> None:
         super().__init__(client, model, name, rank, timeout, codec)
         self._stop = threading.Event()
+        """Ends the pause of the heartbeat's thread."""
         self._thread: threading.Thread | None = None
         self._joining = Interruptible()
 
@@ -75,9 +76,10 @@ class Worker(WorkerBase):
     def __exit__(self, *exc: object) -> None:
         if self._pid != os.getpid():
             return  # a forked child must not end its parent's worker
-        if self._stop.is_set():
-            return  # it has already left
+        if self._session.left:
+            return
         try:
+            self._session.left = True
             self._stop.set()
             if self._thread is not None and self._thread.is_alive():
                 self._thread.join(LEAVE_S)
@@ -280,7 +282,7 @@ class Worker(WorkerBase):
         return metrics
 
     def _run(self, call: Call[T], within: Interruptible | None = None) -> T:
-        if (refusal := self._refusal("with", left=self._stop.is_set())) is not None:
+        if (refusal := self._refusal("with")) is not None:
             call.close()
             raise refusal
         return self._client.transport.run(call, within)

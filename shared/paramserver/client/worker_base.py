@@ -164,16 +164,16 @@ class WorkerBase:
 
     def _note_beat(self, error: Exception | None = None) -> None:
         """Log the first heartbeat that fails; without an error, one has come through."""
-        if error is not None and not self._silent:
+        if error is not None and not self._silent and not self._session.left:
             unforeseen = not isinstance(error, PsError)
             log.warning("worker.heartbeat_failed worker=%s error=%s", self.name, error, exc_info=unforeseen)
         self._silent = error is not None
 
-    def _refusal(self, opening: str, *, left: bool) -> PsError | None:
+    def _refusal(self, opening: str) -> PsError | None:
         """Return why nothing can be done with the worker now, if there is a reason; `opening` opens one."""
         if self._pid not in (-1, os.getpid()):
             return of_another_process()
-        if left:
+        if self._session.left:
             return has_left()
         if not self._session.joined:
             return problem("conflict", "the worker has not joined yet", hint=f"{opening} model.worker() as w: ...")

@@ -71,14 +71,14 @@ class Addresses:
     def record(self, url: str, outcome: Outcome) -> bool:
         """Record the outcome of a request to `url`; return whether to try the next URL.
 
-        True if the URL was unreachable, or its node refused the request unseen or knew no leader; False if the request
-        may have been executed, or its time is over.
+        True if the URL was unreachable, or its node refused the request unseen or knew no leader, or somebody else
+        refused it in the node's place; False if the request may have been executed, or its time is over.
         """
         silent = InDoubt | TakenTooSlowly
         lost = is_gateway_failure(outcome) if isinstance(outcome, Response) else isinstance(outcome, silent)
         if isinstance(outcome, Response):
             self._learn(url, outcome.headers.get(SCHEDULERS, ""))
-            if _knows_no_leader(outcome) and not lost:
+            if (_knows_no_leader(outcome) or _is_refused_by_others(outcome)) and not lost:
                 return True
         elif isinstance(outcome, Unavailable) and not lost:
             return True
@@ -108,8 +108,16 @@ def _knows_no_leader(response: Response) -> bool:
     """Whether this node, or a proxy in front of it, had nobody to forward the request to."""
     if response.status != 503:
         return False
-    ours = response.headers.get("content-type", "").startswith("application/problem+json")
-    return not ours or b'"no_leader"' in response.body or b'"unavailable"' in response.body
+    return not _is_problem(response) or b'"no_leader"' in response.body or b'"unavailable"' in response.body
+
+
+def _is_refused_by_others(response: Response) -> bool:
+    """Whether this is a refusal or redirection that no node has sent: the proxy of this URL has lost its way to one."""
+    return 300 <= response.status < 500 and response.status != 304 and not _is_problem(response)
+
+
+def _is_problem(response: Response) -> bool:
+    return response.headers.get("content-type", "").startswith("application/problem+json")
 
 
 def _place(url: str) -> tuple[str, int | None]:

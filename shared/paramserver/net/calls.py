@@ -197,10 +197,10 @@ def _plain(value: Any) -> Any:
 
 
 def json_of(response: Response) -> Any:
-    """Return the JSON value of a 2xx response; raise the error of any other."""
+    """Return the JSON value of a 2xx response, None for 204; raise the error of any other."""
     if not 200 <= response.status < 300:
         raise error_of(response)
-    if not response.body:
+    if response.status == 204:
         return None
     try:
         return json.loads(response.body)
@@ -215,12 +215,15 @@ def error_of(response: Response) -> PsError:
         doc = json.loads(response.body) if response.body else {}
     except ValueError:
         doc = {}
-    if not isinstance(doc, dict) or not isinstance(doc.get("code"), str):
+    lost = is_gateway_failure(response)
+    if lost or not isinstance(doc, dict) or not isinstance(doc.get("code"), str):
         if response.status < 500 and response.status not in TRY_AGAIN:
             return foreign(response)
         doc = {"status": response.status, "detail": f"{response.url} answered HTTP {response.status}"}
-        if is_gateway_failure(response):
+        if lost:
             doc["code"] = "in_doubt"
+        elif response.status == 500:
+            doc["foreign"] = 500
     if "retry_after_s" not in doc and after.isdecimal():
         doc["retry_after_s"] = float(after)
     return from_document({**doc, "status": response.status})
@@ -237,9 +240,19 @@ def is_gateway_failure(response: Response) -> bool:
 
 
 def foreign(response: Response) -> PsError:
-    """Return the error for an answer that is not from a paramserver, or was changed on the way."""
+    """Return the error for an answer that is not from a paramserver, or was changed on the way.
+
+    Its member `foreign` is the status of the answer.
+    """
     text = bytes(response.body[:80]).decode("utf-8", "replace")
     hint = "is this the address of a paramserver, and does a proxy in front of it leave the path unchanged?"
+    if location := response.headers.get("location"):
+        hint = f"it refers to {location}: if that is the paramserver, connect to it"
     return from_document(
-        {"status": response.status, "hint": hint, "detail": f"{response.url}: HTTP {response.status}: {text!r}"}
+        {
+            "status": response.status,
+            "hint": hint,
+            "detail": f"{response.url}: HTTP {response.status}: {text!r}",
+            "foreign": response.status,
+        }
     )

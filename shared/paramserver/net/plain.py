@@ -110,6 +110,8 @@ class PlainTransport:
                     raise taken_too_slowly(request, url) from e
                 connected.settimeout(_left_s(deadline))
                 response = connection.getresponse()
+                if response.status < 200:  # the answer itself is still to come: this connection would be one behind
+                    raise http.client.HTTPException(f"HTTP {response.status} before the answer")
                 body = _body(response, connected, request.sink if response.status == 200 else None, deadline)
         except BaseException:  # the request is half sent, or its answer would be taken for that of the next request
             connection.close()

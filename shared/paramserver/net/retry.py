@@ -7,13 +7,15 @@ so that its second delivery is a duplicate.
 """
 
 import random
-from collections.abc import Sequence
-from typing import Any, Final
+from collections.abc import Callable, Sequence
+from typing import Any, Final, TypeVar
 
 from msgspec.structs import replace
 
 from paramserver.errors import InDoubt, PsError, StaleMapError, Unavailable, Unreachable, problem
 from paramserver.net.calls import Call, Deadline, Outcome, Pause, Request, Response, TakenTooSlowly, error_of, json_of
+
+T = TypeVar("T")
 
 FIRST_S: Final = 0.05
 LONGEST_S: Final = 2.0
@@ -148,30 +150,61 @@ def may_be_done(error: PsError) -> bool:
     return isinstance(error, InDoubt) or "push" in error.members
 
 
-def to_result(outcome: Outcome) -> Response | PsError:
-    """Return a 2xx response as it is, and anything else as its error."""
-    if isinstance(outcome, Response) and outcome.status >= 300:
-        return error_of(outcome)
-    return outcome
+def doubted(error: PsError) -> PsError:
+    """Return the error of a request that changes something: in doubt if a stranger answered who may have passed it on.
+
+    That is a proxy that failed itself, or replaced what the node had answered; a redirection or refusal (3xx, 4xx) came
+    in place of the request.
+    """
+    passed_on = is_foreign(error) and not 300 <= error.members["foreign"] < 500
+    return problem("in_doubt", error.detail, hint=error.hint) if passed_on else error
 
 
-def deliver(request: Request, deadline: Deadline, backoff: Backoff | None = None) -> Call[Response]:
-    """Send a request, retrying temporary failures, and return its 2xx response.
+def is_foreign(error: PsError) -> bool:
+    """Whether somebody else has answered in a node's place: it says nothing of what the cluster knows."""
+    return "foreign" in error.members
 
-    Raises the PsError of a refusal; when the next attempt would be after the deadline, that of `Backoff.final`.
+
+def result_of(outcome: Outcome, read: Callable[[Response], T], *, reads: bool) -> T | PsError:
+    """Return what `read` makes of a 2xx response, and the error of anything else; `reads`: it changes nothing."""
+    try:
+        if isinstance(outcome, PsError):
+            return outcome
+        if outcome.status >= 300:
+            raise error_of(outcome)
+        return read(outcome)
+    except PsError as error:
+        return error if reads else doubted(error)
+
+
+def to_result(outcome: Outcome, *, reads: bool) -> Response | PsError:
+    """Return a 2xx response as it is, and the error of anything else; `reads`: the request changes nothing."""
+    return result_of(outcome, as_it_is, reads=reads)
+
+
+def as_it_is(response: Response) -> Response:
+    """Read nothing of a response: its body went into a sink, or its caller reads it."""
+    return response
+
+
+def deliver(request: Request, deadline: Deadline, backoff: Backoff | None, read: Callable[[Response], T]) -> Call[T]:
+    """Send a request, retrying temporary failures, and return what `read` makes of its 2xx response.
+
+    Raises the PsError of a refusal; that of `Backoff.final` at the deadline, or if a stranger refuses what an earlier
+    attempt may have done.
     """
     backoff = backoff or Backoff(deadline, reads=request.method == "GET")
     while True:
         attempt = replace(request, timeout_s=min(request.timeout_s, deadline.attempt_s()))
         (outcome,) = yield [attempt]
-        result = to_result(outcome)
-        if isinstance(result, Response):
+        result = result_of(outcome, read, reads=request.method == "GET")
+        if not isinstance(result, PsError):
             return result
         if not is_temporary(result):
-            raise result
+            raise backoff.final(result) if is_foreign(result) else result
         yield backoff.pause(result)
 
 
 def deliver_json(request: Request, deadline: Deadline, backoff: Backoff | None = None) -> Call[Any]:
-    """Like `deliver`, but return the JSON value of the answer."""
-    return json_of((yield from deliver(request, deadline, backoff)))
+    """Like `deliver`, and return the JSON value of the answer; None if that is 204."""
+    return (yield from deliver(request, deadline, backoff, json_of))

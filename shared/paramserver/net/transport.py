@@ -16,7 +16,7 @@ from msgspec.structs import replace
 
 from paramserver.errors import InDoubt, PsError, Unreachable, problem
 from paramserver.net.addresses import Addresses
-from paramserver.net.calls import Call, Deadline, Outcome, Pause, Request, Response
+from paramserver.net.calls import Call, Deadline, Outcome, Pause, Request, Response, foreign
 from paramserver.net.concurrent_requests import ConcurrentRequests, Helpers, Interruptible, using_memory
 from paramserver.net.credentials import Credentials
 from paramserver.net.direct import AsyncDirectTransport, DirectTransport, NotHttp2, unreachable
@@ -281,7 +281,8 @@ def _closed(maker: str) -> PsError:
 def check(transport: BlockingTransport, urls: Sequence[str], timeout_s: float) -> None:
     """Raise Unreachable, with a readable reason, unless one of the URLs answers at all.
 
-    Raises RequestError (`malformed`) if a node answers that has no such path: the URL names more than a cluster.
+    Raises RequestError (`malformed`) if a node answers that has no such path: the URL names more than a cluster.  So it
+    does for a redirection, which no node sends: requests would not be redirected.
     """
     for _ in urls:  # after a timeout, the next attempt begins with another URL
         (outcome,) = transport.perform([Request("GET", "/livez", timeout_s=timeout_s)])
@@ -295,6 +296,8 @@ def check(transport: BlockingTransport, urls: Sequence[str], timeout_s: float) -
         raise unreachable(urls[0], outcome.detail)
     if isinstance(outcome, PsError):
         raise outcome
+    if 300 <= outcome.status < 400:
+        raise foreign(outcome)
     if outcome.status == 404 and outcome.headers.get("content-type", "").startswith("application/problem+json"):
         hint = f"without its path: {urlsplit(outcome.url)._replace(path='').geturl()}"
         raise problem("malformed", f"'{outcome.url}' is not the URL of a cluster", hint=hint)

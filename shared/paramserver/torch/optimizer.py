@@ -341,6 +341,8 @@ class ParameterServerOptimizer(torch.optim.Optimizer):
         try:
             ready = self._map().document.get("state", "ready") == "ready"
         except NotFoundError as e:
+            if e.code != "unknown_model":
+                raise
             if optimizer is None:
                 hint = "pass an optimizer, such as optimizer=ps.Adam(lr=1e-3), to create it"
                 raise problem(e.code, e.detail, hint=hint) from None
