@@ -27,7 +27,10 @@ def save(
     path: Annotated[
         Path | None, typer.Argument(help="Folder on this machine; none: the cluster keeps it a while.")
     ] = None,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an existing checkpoint.")] = False,
+    name: Annotated[
+        str | None, typer.Option(help="The cluster keeps it under this name until it is deleted.", show_default=False)
+    ] = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the checkpoint in that folder.")] = False,
     as_json: Json = False,
     url: Url = None,
 ) -> None:
@@ -36,14 +39,20 @@ def save(
     psctl checkpoint save demo ./ckpt
 
     psctl checkpoint save demo
+
+    psctl checkpoint save demo --name before-decay
     """
+    if path is None and overwrite:
+        raise typer.BadParameter("it is for a folder: name one, or leave it out", param_hint="--overwrite")
+    if path is not None and name is not None:
+        raise typer.BadParameter("it is for one that the cluster keeps, not for a folder", param_hint="--name")
     found = connect(url).model(model)
-    document = found.save() if path is None else found.checkpoint(path, overwrite=overwrite)
+    document = found.save(name) if path is None else found.checkpoint(path, overwrite=overwrite)
     if as_json:
         typer.echo(json.dumps(document))
         return
     typer.echo(f"saved as {document['name']}" if path is None else f"saved to {path}")
-    if path is None:
+    if path is None and name is None:
         keep = found.info()["spec"]["checkpoint"]["keep"]
         typer.echo(
             f"the cluster keeps the newest {keep} such checkpoints and the best one; one in a folder of yours stays",

@@ -97,7 +97,7 @@ def demo(
 def _check_packages() -> None:
     missing = [name for name in ("sklearn", "matplotlib") if importlib.util.find_spec(name) is None]
     if missing:
-        raise Failed(f"the demo needs {' and '.join(missing)}: pip install 'paramserver[demo]'")
+        raise Failed(f"the demo needs {' and '.join(missing)}: in a checkout, pip install '.[demo]'")
 
 
 def _train(client: ps.Client, mode: str, seconds: float, out: Path, page: str) -> Result:

@@ -135,7 +135,7 @@ def _packages() -> Finding:
                 missing.append(name)
     if missing:
         return Finding(
-            "packages", "failed", f"missing: {', '.join(missing)}", "pip install --upgrade 'paramserver[server]'"
+            "packages", "failed", f"missing: {', '.join(missing)}", "in a checkout: pip install --upgrade '.[server]'"
         )
     return Finding("packages", "ok", f"paramserver {ps.__version__}, {', '.join(found)}")
 

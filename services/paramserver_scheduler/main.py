@@ -208,7 +208,7 @@ def scheduler(
     port: Annotated[int | None, typer.Option(help="Port to listen on (default 8700).")] = None,
     redis: Annotated[str | None, typer.Option(help="URL of the Redis that holds the state.")] = None,
     name: Annotated[str | None, typer.Option(help="Name of this scheduler; default: host name and port.")] = None,
-    state_dir: Annotated[str | None, typer.Option(help="Folder of checkpoints.")] = None,
+    state_dir: Annotated[str | None, typer.Option(help="Folder of checkpoints and of files of initial values.")] = None,
     advertise: Annotated[str | None, typer.Option(help="URL under which others reach it.")] = None,
     expect_state: Annotated[
         bool | None, typer.Option("--expect-state", help="Refuse to start on an empty Redis.")

@@ -77,6 +77,8 @@ class _Waiter:
     """Since when it depends on Redis: from the start, or, if it may take long, since its reply waits."""
     changes: bool
     """Whether its sender must know if it may have been done."""
+    decided: bool = False
+    """Whether it is decided, although the core replies later."""
 
 
 @dataclass(slots=True)
@@ -154,7 +156,7 @@ class Runtime:
             make: builds the event.
             receive: tells when the client hangs up (ASGI); the wait then ends with Unavailable.
             on_reply: called with the answer at the moment it becomes visible, before any later document is published.
-            changes: InDoubt is raised if what was decided may be stored, and that is not known when the wait ends.
+            changes: InDoubt is raised if what was decided is or may be stored when the wait ends without a reply.
 
         Raises the PsError that the core replied or `on_reply` raised, the reason for which the runtime was closed, or
         Unavailable: `storage_unavailable` if Redis is away for too long, `too_many_requests` if too many requests are
@@ -173,9 +175,10 @@ class Runtime:
         future: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
         harmless = isinstance(event, _ACCEPTED_WHILE_AWAY)
         since = None if isinstance(event, _TAKE_LONG) else monotonic()
-        self._waiters[number] = _Waiter(future, on_reply, since, changes and not harmless)
+        waiter = self._waiters[number] = _Waiter(future, on_reply, since, changes and not harmless)
         try:
             self.send(event)
+            waiter.decided = isinstance(event, io.CreateModel)  # stored at once, and answered once shards serve it
             return await (future if receive is None or future.done() else while_there(receive, future))
         finally:
             if self._waiters.pop(number, None) is not None and (not future.done() or future.cancelled()):
@@ -293,12 +296,14 @@ class Runtime:
         self.hub.close()
 
     def _refuse(self, numbers: Sequence[int], reason: PsError) -> None:
-        """Answer these requests with `reason`, or as in doubt if what they change is decided and may be stored."""
+        """Answer these requests with `reason`, or as in doubt if what they change is decided: it may be stored."""
         replies = [e for b in (self._writing, self._next) for e in b.effects if isinstance(e, io.Reply)]
         decided = {r.request for r in replies if not isinstance(r.outcome, PsError)}
         doubt = problem("in_doubt", f"{reason.detail}; this request may have been done")
         for number in numbers:
-            self._answer(number, doubt if number in decided and self._waiters[number].changes else reason, 503)
+            waiter = self._waiters[number]
+            in_doubt = waiter.changes and (waiter.decided or number in decided)
+            self._answer(number, doubt if in_doubt else reason, 503)
 
     async def _raise_failures(self) -> None:
         raise await self._failures.get()

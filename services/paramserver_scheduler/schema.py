@@ -15,7 +15,7 @@ class ClusterStatus(BaseModel):
     state: Literal["ok", "degraded"] = Field(description="degraded: something is missing, `problems` says what")
     problems: list[str] = Field(description="what is wrong, in plain words, with what to do", examples=[[]])
     version: str = Field(examples=["0.1.0"])
-    term: int = Field(description="how often a scheduler has started on this Redis")
+    term: int = Field(description="how often a scheduler has become the leader")
     map_epoch: int
     uptime_s: float
     redis: Literal["ok", "away"]

@@ -68,7 +68,7 @@ app = typer.Typer(add_completion=False)
 def shard(
     name: Annotated[str | None, typer.Option(help="Stable identity; default: host name and port.")] = None,
     host: Annotated[str | None, typer.Option(help="Address to listen on.")] = None,
-    port: Annotated[int | None, typer.Option(help="Port for HTTP/1.1 and HTTP/2.")] = None,
+    port: Annotated[int | None, typer.Option(help="Port for HTTP/1.1 and HTTP/2; default: 8701.")] = None,
     scheduler: Annotated[str | None, typer.Option(help="URL of the scheduler; several separated by commas.")] = None,
     redis: Annotated[str | None, typer.Option(help="URL of the Redis that holds the snapshots.")] = None,
     advertise: Annotated[

@@ -202,7 +202,8 @@ def test_a_program_whose_packages_are_not_installed_says_which(program: str) -> 
     code = f"import sys; sys.modules.update(redis=None, yaml=None); import {program}"
     done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, cwd=ROOT, check=False)
     assert done.returncode == 1
-    assert done.stderr.startswith("psctl, servers and pool workers need redis, yaml: pip install 'paramserver[server]'")
+    said = "psctl, servers and pool workers need redis, yaml: in a checkout, pip install '.[server]'"
+    assert done.stderr.startswith(said)
     assert done.stderr.count("\n") == 1
 
 

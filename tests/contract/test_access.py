@@ -4,6 +4,7 @@ import asyncio
 import re
 from collections.abc import Iterator
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -120,6 +121,26 @@ def test_a_shard_hands_on_no_more_than_the_caller_may(cluster: Nodes) -> None:
     assert {role for _, _, role in table} >= {"reader", "worker", "admin"}
 
     assert wrong_cells(node_urls(cluster)["shard-1"], table) == []
+
+
+def test_checkpoints_into_folders_are_an_admins(cluster: Nodes, tmp_path: Path) -> None:
+    """A worker's token pulls values, but not the optimizer's state: a folder needs an admin, through any node."""
+    admin = ps.connect(cluster.url, token=TOKEN["admin"])
+    name = unique("m")
+    admin.create_model(name, {"w": (6,)}, partitions=2).checkpoint(tmp_path / "c")
+    with ps.connect(cluster.url, token=TOKEN["worker"]) as client:
+        with pytest.raises(AuthError, match="'node'"):
+            client.model(name).checkpoint(tmp_path / "mine")
+        with pytest.raises(AuthError, match="'admin'"):
+            client.restore(tmp_path / "c", as_=f"{name}-2")
+        with pytest.raises(AuthError, match="'node'"):
+            client.restore(tmp_path / "c", exist_ok=True)
+    wanted = {f"{name}/partitions/1": 200, f"{name}/partitions/2": 422, f"{unique('m')}/partitions/0": 404}
+    with httpx.Client(timeout=30) as http:
+        for path, good in wanted.items():
+            for url in node_urls(cluster).values():
+                found = [status_of(http, "GET", f"{url}/internal/models/{path}", role) for role in ROLES]
+                assert found == [401, 403, 403, good, good], (url, path)
 
 
 def test_training_with_the_least_role(cluster: Nodes) -> None:

@@ -230,9 +230,38 @@ async def test_what_may_be_stored_as_a_leader_ends_is_in_doubt(redis_url: str, c
                 plain.client_unpause()
 
 
-def create(runtime: Runtime, name: str) -> Any:
+def create(runtime: Runtime, name: str, *, changes: bool = False) -> Any:
     """An awaitable that creates a model."""
-    return runtime.ask(lambda n: io.CreateModel(n, {"name": name, "params": {"w": {"shape": [1]}}}, "x"))
+    spec = {"name": name, "params": {"w": {"shape": [1]}}}
+    return runtime.ask(lambda n: io.CreateModel(n, spec, "x"), changes=changes)
+
+
+@pytest.mark.parametrize("gone", ["the leader", "Redis"])
+async def test_a_creation_that_is_stored_and_not_served_yet_is_in_doubt(
+    redis_url: str, gone: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """If the leader ends before a new model is served, or Redis fails, its creator is not told that there is none."""
+    monkeypatch.setattr(runtime_module, "STORE_WAIT_S", 0.0)
+    monkeypatch.setattr(runtime_module, "RETRY_S", 0.0)
+    async with running(redis_url, []) as runtime, asyncio.timeout(20):
+        await join(runtime, "s")
+        created = asyncio.ensure_future(create(runtime, "m", changes=True))
+        await asyncio.sleep(0)  # it has started, and waits
+        await join(runtime, "t")  # what came before is stored by now
+        with Redis.from_url(redis_url) as plain:
+            assert plain.hget("ps:state", "model:m") is not None
+
+        if gone == "Redis":
+            refusal = problem("storage_unavailable", "Redis refuses: OOM")
+            monkeypatch.setattr(runtime._store, "write", AsyncMock(side_effect=refusal))
+            with refused_with("storage_unavailable"):
+                await join(runtime, "u")
+        else:
+            ended = problem("no_leader", "another one leads")
+            await runtime.finish(ended)
+            runtime.close(ended)
+        with refused_with("in_doubt"):
+            await created
 
 
 async def test_who_waits_for_a_checkpoint_is_not_refused_for_a_write_of_something_else(

@@ -80,7 +80,10 @@ def test_a_restart_keeps_everything(cluster: Nodes) -> None:
 
 
 def test_redis_away_stops_decisions_only(cluster: Nodes) -> None:
-    """While Redis is stopped, decisions are 503 with Retry-After; reads, heartbeats, feeds and async pushes go on."""
+    """While Redis is stopped, decisions are 503 with Retry-After; reads, heartbeats, feeds and async pushes go on.
+
+    One that came before this was known is in doubt.
+    """
     name = summing_model(cluster, "async")
     worker, epoch = joined(cluster, name)
     beat = f"/models/{name}/workers/{worker}"
@@ -88,15 +91,18 @@ def test_redis_away_stops_decisions_only(cluster: Nodes) -> None:
         lines = stream.iter_lines()
         next(lines)
         with cluster.paused("redis"):
-            refused = cluster.http.post("/models", json={"name": unique("m"), "params": {"w": {"shape": [5]}}})
-            assert (refused.status_code, refused.json()["code"]) == (503, "storage_unavailable")
-            assert int(refused.headers["retry-after"]) >= 1
+            new = {"params": {"w": {"shape": [5]}}}
+            told = cluster.post("/models", new | {"name": unique("m")}, status=503)
+            assert told["code"] == "in_doubt", "it is stored once Redis is back"
             cluster.call("PUT", beat, {"epoch": epoch, "clock": 1}, status=200)
             assert cluster.get(f"/models/{name}")["name"] == name
             assert cluster.post("/push", {"model": name, "grads": {"w": [1.0] * 5}}, status=200)["state"] == "applied"
             status = eventually(lambda: next(s for s in [cluster.get("/status")] if s["cluster"]["redis"] == "away"))
             assert status["cluster"]["state"] == "degraded"
             assert cluster.get("/readyz", status=200)
+            refused = cluster.http.post("/models", json=new | {"name": unique("m")})
+            assert (refused.status_code, refused.json()["code"]) == (503, "storage_unavailable")
+            assert int(refused.headers["retry-after"]) >= 1
             for line in lines:
                 if line == ": ping":
                     break

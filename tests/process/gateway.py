@@ -66,7 +66,7 @@ class _Handler(BaseHTTPRequestHandler):
             self.server.lose_next.remove(request)
             self.close_connection = True
             return
-        if self.path.startswith("/models") and "json" in answer.headers.get("content-type", ""):
+        if re.match("/(internal/)?models", self.path) and "json" in answer.headers.get("content-type", ""):
             # Unreachable addresses: 192.0.2.0/24 is reserved for documentation.
             data = re.sub(rb'("addresses":\s*\[)[^\]]*\]', rb'\1"http://127.0.0.1:9","http://192.0.2.1:8701"]', data)
         self.send_response(answer.status)

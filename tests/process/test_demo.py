@@ -133,7 +133,7 @@ def test_missing_packages_are_named(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, cwd=tmp_path, timeout=60)
 
     assert done.returncode == 1
-    assert "pip install 'paramserver[demo]'" in done.stderr
+    assert "pip install '.[demo]'" in done.stderr
     assert "Traceback" not in done.stderr
 
 

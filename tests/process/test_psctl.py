@@ -356,15 +356,18 @@ def test_checkpoints_are_saved_restored_and_deleted(shared_cluster: Cluster, tmp
     back = shared_cluster.psctl("checkpoint", "restore", "saved", "latest")
     copied = shared_cluster.psctl("checkpoint", "restore", "saved", "latest", "--as", "saved3", "--partitions", "2")
     twice = shared_cluster.psctl("checkpoint", "restore", "saved", "latest", "--as", "saved3")
+    named = shared_cluster.psctl("checkpoint", "save", "saved", "--name", "mine")
+    assert (named.returncode, named.stdout, named.stderr) == (0, "saved as mine\n", "")
+    assert shared_cluster.psctl("checkpoint", "delete", "saved", "mine").returncode == 0
     deleted = shared_cluster.psctl("checkpoint", "delete", "saved", own.stdout.split()[-1])
     assert (deleted.returncode, model.checkpoints()) == (0, []), deleted.stderr
 
     again = shared_cluster.psctl("checkpoint", "restore", str(tmp_path / "ck"))
-    named = shared_cluster.psctl("checkpoint", "restore", str(tmp_path / "ck"), "--as", "a b")
+    wrong = shared_cluster.psctl("checkpoint", "restore", str(tmp_path / "ck"), "--as", "a b")
 
     assert restored.returncode == 0, restored.stderr
     assert (again.returncode, "'saved' exists already" in again.stderr, "--exist-ok" in again.stderr) == (4, True, True)
-    assert (named.returncode, "model name 'a b'" in named.stderr) == (4, True)
+    assert (wrong.returncode, "model name 'a b'" in wrong.stderr) == (4, True)
     assert back.returncode == 0, back.stderr
     assert (copied.returncode, copied.stdout) == (0, "restored model saved3\n"), copied.stderr
     assert (twice.returncode, "'saved3' exists" in twice.stderr, "--exist-ok" in twice.stderr) == (4, True, True)

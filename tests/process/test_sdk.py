@@ -7,6 +7,7 @@ import sys
 import threading
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
@@ -262,6 +263,24 @@ def test_behind_a_gateway_everything_goes_through_the_url(
         assert g.pushes >= 3
 
     assert sum("route.proxied" in r.getMessage() for r in caplog.records) == 1
+
+
+def test_behind_a_gateway_folders_are_saved_and_restored(shared_cluster: Cluster, name: str, tmp_path: Path) -> None:
+    """A checkpoint goes into a folder and comes out of one where no shard can be reached, through either kind of node.
+
+    It holds the optimizer's state, too: after the same push, the copy has the same values.
+    """
+    with gateway(shared_cluster.url) as g, ps.connect(g.url) as client:
+        model = client.create_model(name, {"w": np.arange(1000.0)}, optimizer=ps.Adam(lr=0.1), partitions=8)
+        model.push(ones(1000))
+        model.checkpoint(tmp_path / "c")
+        copy = client.restore(tmp_path / "c", as_=f"{name}-2")
+        for each in (model, copy):
+            each.push(ones(1000))
+        assert np.array_equal(copy.pull()["w"], model.pull()["w"])
+    with gateway(shared_cluster.shards[0]) as g, ps.connect(g.url) as client:
+        client.model(name).checkpoint(tmp_path / "c", overwrite=True)
+        client.restore(tmp_path / "c", as_=f"{name}-2", exist_ok=True)
 
 
 def test_lost_answers_do_not_count_twice(shared_cluster: Cluster, name: str) -> None:

@@ -35,6 +35,8 @@ UNANSWERED = ("drain shard-0", "status", "models", "run list --json")
         ("token --days inf", 2, "--days"),
         ("up --redis redis://127.0.0.1:1 --appendfsync always", 2, "this one is yours"),
         (f"train nothing.py --model m --url {NOBODY}", 2, "nothing.py"),
+        (f"checkpoint save m --overwrite --url {NOBODY}", 2, "it is for a folder"),
+        (f"checkpoint save m folder --name n --url {NOBODY}", 2, "not for a folder"),
     ],
 )
 def test_what_is_wrong_is_named(

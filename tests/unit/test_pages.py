@@ -85,6 +85,21 @@ def test_commands_and_their_options_exist(page: Path) -> None:
         assert {w.partition("=")[0] for w in rest if w.startswith("-") and w != "-"} <= options, words
 
 
+def leaves(command: Any, *path: str) -> Iterator[tuple[str, ...]]:
+    """The words of each command that has no commands below it."""
+    inner = getattr(command, "commands", {})
+    if not inner:
+        yield path
+    for name, one in inner.items():
+        yield from leaves(one, *path, name)
+
+
+def test_every_command_is_on_its_page() -> None:
+    """docs/psctl.md lists each command of psctl."""
+    listed = list(commands((ROOT / "docs" / "psctl.md").read_text()))
+    assert [path for path in leaves(psctl()) if not any(tuple(words[: len(path)]) == path for words in listed)] == []
+
+
 @pytest.mark.parametrize("page", PRESENT, ids=named)
 def test_files_modules_and_targets_exist(page: Path) -> None:
     """Files of the source tree, modules run with `python -m`, and targets of make that the page names exist."""

@@ -1,5 +1,6 @@
 """Cuts in the scheduler's core: which clocks become cuts, and what shards are told of them and of commits."""
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -382,3 +383,30 @@ def test_an_update_of_a_model_repeats_the_commits_that_a_partition_may_lack() ->
     d.beats()
     assert listed({"optimizer": {"lr": 0.25}}) == []
     assert listed({"consistency": {"mode": "async"}}) == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize(("ack", "kept_s"), [("journaled", 0.0), ("applied", 30.5)])
+def test_commits_of_a_phase_that_is_over_are_forgotten(ack: str, kept_s: float) -> None:
+    """Once all partitions have left sync, those commits go that none needs, at `applied` some time after they came."""
+    d = Driver.with_model(ack=ack, **SYNC)
+    a = d.join("a")
+    for clock in (1, 2, 3):
+        d.clock(a, clock)
+    model = d.core._c.models["m"]
+
+    def kept(commits_from: int) -> list[str]:
+        """Return the commits that are stored after heartbeats that need them from that one on, and a tick."""
+        for name, epoch in d.shards.items():
+            owned = [(i, o) for i, o in enumerate(model.owners) if o.shard == name]
+            rows = [["m", 1, i, o.token, 3, 3, model.revision, commits_from, 0] for i, o in owned]
+            d.ask(partial(io.ShardHeartbeat, name=name, epoch=epoch, partitions=rows))
+        d.do(io.Tick())
+        return sorted(field.removeprefix("commit:m:") for field in d.hash if field.startswith("commit:"))
+
+    d.ask(lambda n: io.PatchModel(n, "m", {"consistency": {"mode": "async"}}))
+    d.do(io.Tick())
+    d.now += kept_s
+    assert kept(0) == ["0", "1", "2"]
+    assert kept(2) == ["2"]
+    assert kept(3) == []
+    assert not model.commits

@@ -313,6 +313,19 @@ def test_a_model_named_like_an_ended_run_has_workers_of_its_own() -> None:
     assert (heard["state"], beat(d, theirs)["state"]) == ("active", "stop")
 
 
+def test_a_model_named_like_the_next_run_has_workers_of_its_own() -> None:
+    """A run of a model does not get the model's name as its id: workers that join on their own would be its places."""
+    d = Driver()
+    d.model(name="run-1")
+    run = d.ask(lambda n: io.CreateRun(n, "run-1", "paramserver.examples.digits:train"))
+    d.ask(lambda n: io.PatchRun(n, run["id"], state="stopped"))
+    own = d.ask(lambda n: io.JoinWorker(n, "run-1"))
+
+    heard = d.ask(lambda n: io.WorkerHeartbeat(n, "run-1", own["worker"], own["epoch"]))
+
+    assert (run["id"], heard["state"]) == ("run-2", "active")
+
+
 def test_a_join_whose_answer_was_lost_leaves_no_worker_behind() -> None:
     """A join repeated with the same `attempt` is the same worker with its rank; another attempt is another worker."""
     d = Driver.with_model()

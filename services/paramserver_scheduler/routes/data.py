@@ -1,4 +1,4 @@
-"""/push, /pull, /pushpull and parameter values: forwarded to a live shard, streamed, so that one address is enough."""
+"""Parameter values and whole partitions: forwarded to shards, streamed, so that one address is enough."""
 
 import itertools
 
@@ -8,7 +8,7 @@ from paramserver.errors import problem
 from paramserver_node import value_docs as docs
 from paramserver_node.forward import FORWARDED_TO_SHARD
 from paramserver_node.roles import role
-from paramserver_scheduler.requests import service
+from paramserver_scheduler.requests import response_doc, service
 
 router = APIRouter(tags=["data"])
 
@@ -82,6 +82,49 @@ async def assign(request: Request, m: str, name: str, start: int | None = None, 
     `If-None-Match` (412 `precondition_failed`), except of a range. The token comes with the answer to `POST /models`.
     """
     return await hand_over(request)
+
+
+@router.get(
+    "/internal/models/{m}/partitions/{index}",
+    tags=["internal"],
+    response_class=Response,
+    responses=response_doc(200, "The partition's whole state"),
+)
+@role("node")
+async def read_partition(request: Request, m: str, index: int) -> Response:
+    """Read a partition's whole state, for a client that saves a checkpoint to a folder and cannot reach its owner.
+
+    Query and answer are those of the owner's `GET /internal/state/{m}/{index}`.
+    """
+    return await _to_owner(request, m, index, f"/internal/state/{m}/{index}")
+
+
+@router.post(
+    "/internal/models/{m}/partitions/{index}",
+    tags=["internal"],
+    response_class=Response,
+    responses=response_doc(200, "Set"),
+)
+@role("node")
+async def set_partition(request: Request, m: str, index: int) -> Response:
+    """Set a partition, for a client that restores a folder and cannot reach its owner.
+
+    Body and answer are those of the owner's `POST /internal/set/{m}`.
+    """
+    return await _to_owner(request, m, index, f"/internal/set/{m}")
+
+
+async def _to_owner(request: Request, m: str, index: int, path: str) -> Response:
+    """Forward the request to the owner of the partition, under the `path` that it has there, and return its answer.
+
+    Raises NotFoundError (`unknown_model`), RequestError (`invalid_range`), Unavailable while it has no owner.
+    """
+    s = service(request)
+    key = s.read.key(m)
+    if not 0 <= index < s.read.spec(key).partitions:
+        raise problem("invalid_range", f"model '{m}' has no partition {index}")
+    there = {**request.scope, "path": path, "raw_path": path.encode()}  # of a model that exists: its name is ASCII
+    return await s.forwarder.forward(Request(there, request.receive), [s.read.owner(key, index)])
 
 
 async def hand_over(request: Request) -> Response:

@@ -202,7 +202,8 @@ async def restored(request: Request, m: str) -> Response:
     `workers` has the checkpoint's worker states, for workers that join from now on.  A model whose values were awaited
     is `ready`, or 409 `conflict` if it is not on `timeline` any more, because it has lost some.  A model in sync mode
     that is still on `timeline` begins a new one.  Either gets 409 `conflict` if a partition is not owned under the
-    token that `given` has for it: set that one again, under the one of the model's document.
+    token that `given` has for it: set that one again, under the one of the model's document.  So does a model in sync
+    mode on another timeline if none is: a death has undone the restore.  Else that report is taken for a repeated one.
     """
     b = await read(request, bodies.Restored)
     return await reply(request, lambda n: io.ModelRestored(n, m, **vars(b)))

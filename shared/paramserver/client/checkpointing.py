@@ -187,8 +187,9 @@ def _states(
     query = f"?generation={model_map.generation}" + (f"&cut={cut}" if cut is not None else "")
 
     def request_of(at: ModelMap, i: int) -> Request:
-        path, timeout_s = f"/internal/state/{at.name}/{i}{query}", deadline.attempt_s()
-        return Request("GET", path, headers={"accept": MEDIA_TYPE}, to=cluster.route(at, i), timeout_s=timeout_s)
+        path, to = _way(cluster, at, i, f"/internal/state/{at.name}/{i}")
+        timeout_s = deadline.attempt_s()
+        return Request("GET", f"{path}{query}", headers={"accept": MEDIA_TYPE}, to=to, timeout_s=timeout_s)
 
     indices = range(model_map.spec.partitions)
     found, _ = yield from _from_owners(cluster, model_map, indices, request_of, Backoff(deadline), deadline)
@@ -221,9 +222,6 @@ def _from_owners(
             elif isinstance(result, StaleMapError) or is_temporary(result):
                 again.append(i)
                 failure = result
-            elif result.code == "not_found" and cluster.route(model_map, i) is None:
-                hint = "the shards' addresses are not reachable from here; `psctl checkpoint save` saves on the server"
-                raise problem("not_found", "whole partitions can be read only from the shards directly", hint=hint)
             else:
                 raise result
         if failure is not None:
@@ -231,6 +229,15 @@ def _from_owners(
             model_map = yield from _fresh_map(cluster, model_map, deadline)
         pending = again + pending[AT_ONCE:]
     return found, model_map
+
+
+def _way(cluster: Cluster, model_map: ModelMap, index: int, path: str) -> tuple[str, str | None]:
+    """Return the path of a request about a partition, and where to send it: to its owner, whose `path` is given.
+
+    If the owner cannot be reached from here, the URL's node passes the request on, and has a path of its own for it.
+    """
+    to = cluster.route(model_map, index)
+    return (path if to is not None else f"/internal{model_path(model_map.name, 'partitions', str(index))}"), to
 
 
 def _fresh_map(cluster: Cluster, model_map: ModelMap, deadline: Deadline) -> Call[ModelMap]:
@@ -253,5 +260,5 @@ def _set_request(
     frame, arrays = restore_frame(model_map.name, model_map.generation, index, state, names, version)
     head = encode_header(frame)
     body = np.concatenate([np.frombuffer(head, np.uint8), *(np.ascontiguousarray(a).view(np.uint8) for a in arrays)])
-    path, to = f"/internal/set/{model_map.name}", cluster.route(model_map, index)
+    path, to = _way(cluster, model_map, index, f"/internal/set/{model_map.name}")
     return Request("POST", path, body.data, FRAME_HEADERS, to, timeout_s=deadline.attempt_s())

@@ -102,7 +102,8 @@ class Client(ClientBase):
             partitions: number of partitions; None: chosen by the model's size.
             ack: what each acknowledgement means: "applied" (also None), "journaled" or "fsynced".
             evaluate_every: clocks between evaluations; None: none are requested.
-            checkpoint: `{"every_clocks": 1000, "every_minutes": 10, "keep": 3, "metric": "accuracy"}` or a part of it.
+            checkpoint: `{"every_clocks": 1000, "every_minutes": 10, "keep": 3, "metric": "loss", "best": "min"}`, or a
+                part of it; `best` is "max" (the default) or "min".
             exist_ok: accept an existing model of that name with exactly this spec; it keeps its values.
 
         Raises RequestError listing what is wrong with the spec, ConflictError (`model_exists`).

@@ -228,7 +228,7 @@ class Worker(WorkerBase):
         timeout: float | None = None,
         **metrics: SupportsFloat | None,
     ) -> Params:
-        """Finish one iteration like `step`, and return the values for the next one, all in one round trip.
+        """Finish one iteration like `step`, and return the values for the next one: in one round trip, in ssp in two.
 
             values = worker.pull()
             while training:

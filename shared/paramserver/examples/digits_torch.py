@@ -4,7 +4,7 @@
     python -m paramserver.examples.digits_torch --mode all --codec all           every mode in every codec, as a table
     psctl train paramserver.examples.digits_torch:train --model demo ...         the same training on pool workers
 
-The first two start a private cluster and train with threads.  Needs `pip install 'paramserver[torch,demo]'`.
+The first two start a private cluster and train with threads.  Needs `pip install '.[torch,demo]'` in a checkout.
 """
 
 import argparse

@@ -159,6 +159,8 @@ class SchedulerCore:
                 # Otherwise a worker that joins under a new leader before the others report would start at an old clock.
                 model.clock_stored = model.gate.clock
                 self._c.save_clock(model)
+            if model.commits and not model.gate.sync and not model.ending_sync:
+                self._workers.prune(model, now)
 
     def _clock_stepped(self, event: io.ClockStepped, now: float) -> None:
         self._c.wall_offset_s = event.wall_offset_s

@@ -360,13 +360,27 @@ class ModelDesk:
                 self.c.save_worker(model, worker)
         if e.timeline is not None:
             model.series.outdate()
-        if e.timeline is not None and (not model.ready or (model.gate.sync and model.timeline == e.timeline)):
-            # Else the report is a repeated one, or ends nothing.
-            given = {row[0]: (e.timeline, row[1]) for row in e.given}
-            if any(given.get(i) != place(model, i) for i in range(len(model.owners))):
-                raise _values_lost(model)
-            self._end_restore(model, e.version)
+            if not model.ready or model.gate.sync:  # else the report ends nothing
+                self._end_reported(model, e)
         self.c.answer(e.request, self.c.public(model))
+
+    def _end_reported(self, model: Model, e: ModelRestored) -> None:
+        """End a restore by a client, unless its report is a repeated one.
+
+        Raises ConflictError (`conflict`) if what the client has set is gone.
+        """
+        given = {row[0]: row[1] for row in e.given}
+        gone = [given.get(i) != place(model, i)[1] for i in range(len(model.owners))]
+        if model.timeline == e.timeline:
+            lost = any(gone)
+        else:
+            # All tokens are others once the model has gone back.  After the end of this restore none is, but for those
+            # of partitions that have moved since.
+            lost = all(gone) or not model.ready
+        if lost:
+            raise _values_lost(model)
+        if model.timeline == e.timeline:
+            self._end_restore(model, e.version)
 
 
 def _states(model: Model, sizes: Mapping[str, int]) -> tuple[int, set[Worker]]:

@@ -121,7 +121,8 @@ class ModelRestored(Struct, frozen=True):
     A model that awaits its values is complete; if it is not on `timeline` any more, it lost some: 409 `conflict`.  A
     synchronous model that is still on `timeline` begins a new one, so repeating the request is harmless.  Neither is
     done if a partition has another owner than `given` says, or none: 409 `conflict`, and what was set there is to be
-    set again.  Without `timeline` it only brings `workers`, also those of a restore that ends with `RestoreFinished`.
+    set again.  So it is if a synchronous model is on another timeline and every partition has another owner: it has
+    gone back.  Without `timeline` it only brings `workers`, also those of a restore that ends with `RestoreFinished`.
     """
 
     request: int

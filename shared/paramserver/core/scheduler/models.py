@@ -297,11 +297,15 @@ class Model:
         return len(self.commits) >= COMMITS_KEPT
 
     def prune_commits(self, now: float) -> list[Commit]:
-        """Remove and return the commits that no partition needs any more, at `applied` if old or more than fit."""
+        """Remove and return the commits that no partition needs any more, at `applied` if old or more than fit.
+
+        Old are those that are among the newest ones no more, unless the sync phase is over.
+        """
         old: list[Commit] = []
         floor = min(o.commits_from for o in self.owners)
         while self.commits and self.commits[0][1].t < floor:
-            young = len(self.commits) <= COMMITS_PUBLISHED or now - self.commits[0][0] <= COMMIT_KEPT_S
+            newest = self.gate.sync and len(self.commits) <= COMMITS_PUBLISHED
+            young = newest or now - self.commits[0][0] <= COMMIT_KEPT_S
             if young and not self.durable and not self.commits_full:
                 break
             old.append(self.commits.popleft()[1])

@@ -54,6 +54,8 @@ class RunDesk:
             what = f"run '{busy.id}' is training model '{e.model}'"
             raise problem("conflict", what, hint="stop it first", run=busy.id)
         self.c.run_count += 1
+        if model.name == f"run-{self.c.run_count}":
+            self.c.run_count += 1  # else the ids of its other workers would be those of the run's
         self.c.save_cluster()
         id_ = f"run-{self.c.run_count}"
         run = Run(

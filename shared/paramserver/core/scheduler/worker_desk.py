@@ -319,7 +319,7 @@ class WorkerDesk:
             self.c.save_commit(model, commit)
             self.c.publish(commit.document(model.key) | {"asks": self._must_tell_workers(model)})
         if made:
-            self._prune(model, now)
+            self.prune(model, now)
             self.c.save_clock(model)
         elif model.needs_idle_cut(now):
             model.cuts.begin(model.gate.clock, now, urgent=model.cuts.wanted_now)
@@ -332,7 +332,7 @@ class WorkerDesk:
     def _decide(self, model: Model, now: float) -> Commit | None:
         """Decide the next commit; None if that is not possible now."""
         if model.commits_full:
-            self._prune(model, now)
+            self.prune(model, now)
             if model.commits_full:
                 return None  # some partition has yet to take the oldest one, or with a journal to store it
         if model.gate.opening:
@@ -341,7 +341,8 @@ class WorkerDesk:
         cut = model.cut_due(now) and model.may_cut
         return model.gate.decide(model.roster, model.timeline, model.revision, cut)
 
-    def _prune(self, model: Model, now: float) -> None:
+    def prune(self, model: Model, now: float) -> None:
+        """Forget the commits that no partition needs any more."""
         for old in model.prune_commits(now):
             self.c.drop(f"commit:{model.name}:{old.t}")
 
