@@ -128,7 +128,7 @@ class SnapshotStore:
         The caller stores one snapshot of a partition at a time (see `SnapshotPlan`).
 
         `cut` is the clock under which a cut is found again; the cut at clock `pinned` is kept in any case, and beside
-        a snapshot that is no cut the newest cut, too. An urgent snapshot does not wait for the budget. With `fsync`,
+        a snapshot that is no cut another one, too. An urgent snapshot does not wait for the budget. With `fsync`,
         `STORED` means on disk, and this raises what `ScriptRunner.run` raises.
         """
         async with self._redis.pipeline(transaction=False) as pipe:

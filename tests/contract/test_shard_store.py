@@ -219,16 +219,17 @@ async def test_a_pinned_cut_outlives_newer_ones(redis: Redis) -> None:
 
 
 async def test_a_whole_state_displaces_no_cut_that_may_count(redis: Redis) -> None:
-    """Beside a whole state the pinned cut and the newest one are kept, and nothing else once a newer cut is stored.
+    """Beside a whole state the pinned cut and another one are kept, and nothing else once a newer cut is stored.
 
-    The leader may go back to either: it may count the newest cut before the shard is told.
+    A leader may go back to either: to a newer cut that the shard has not been told to count, or to an older one if
+    Redis has lost that the pinned one counts.
     """
     store = store_of(redis)
     for version, cut, pinned in ((1, 1, None), (2, 2, 1), (3, None, 1), (4, None, 1)):
         assert await save(store, version, cut=cut, pinned=pinned) == SaveResult.STORED
     assert [(e["version"], e["cut"]) for e in await store.manifest(KEY)] == [(4, None), (2, 2), (1, 1)]
     assert await save(store, 5, pinned=2) == SaveResult.STORED
-    assert [e["version"] for e in await store.manifest(KEY)] == [5, 2]
+    assert [e["version"] for e in await store.manifest(KEY)] == [5, 2, 1]
     assert await save(store, 6, cut=6, pinned=2) == SaveResult.STORED
     assert [e["version"] for e in await store.manifest(KEY)] == [6, 2]
     assert len(await blocks(redis)) == 2
