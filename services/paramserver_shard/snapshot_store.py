@@ -194,7 +194,7 @@ class SnapshotStore:
     async def _write_blocks(
         self, key: PartitionKey, name: str, size_bytes: int, blocks: Iterator[bytes], *, urgent: bool
     ) -> list[int]:
-        """Write the blocks of a snapshot, `size_bytes` in all, after adding it to `pending`; returns their CRC-32s."""
+        """Write the blocks of a snapshot, `size_bytes` in all, and add it to `pending`; returns their CRC-32s."""
         count = -(-size_bytes // SNAPSHOT_BLOCK_BYTES)
         checksums: list[int] = []
         for i in range(count):
@@ -202,9 +202,9 @@ class SnapshotStore:
             inline = size_bytes <= SMALL_BYTES
             block, checksum = next_block(blocks) if inline else await asyncio.to_thread(next_block, blocks)
             await self._budget.spend(len(block), urgent=urgent)
-            async with self._storing.turn(len(block)), self._scripts.redis.pipeline(transaction=False) as pipe:
-                if not i:  # in one pipeline with the first block, and before it
-                    pipe.sadd(partition_key(key, "pending"), f"{name}:{count}")
+            async with self._storing.turn(len(block)), self._scripts.redis.pipeline(transaction=True) as pipe:
+                # With each block: a new owner may have swept those before it.  Both or none, also in a full Redis.
+                pipe.sadd(partition_key(key, "pending"), f"{name}:{count}")
                 pipe.set(partition_key(key, f"snap:{name}:{i}"), block)
                 await pipe.execute()
             checksums.append(checksum)

@@ -9,6 +9,7 @@ from urllib.parse import urlsplit
 import numpy as np
 import pytest
 from redis.asyncio import Redis
+from redis.exceptions import ResponseError
 from tests.chaos.proxy import Link
 from tests.refusals import refused_with
 
@@ -297,6 +298,46 @@ async def test_what_a_switch_displaced_is_swept_though_its_answer_was_lost(
     loaded = await newest(writer)
     assert loaded is not None
     assert loaded.version == 4
+
+
+async def test_blocks_that_a_replaced_owner_writes_after_a_sweep_are_swept_too(
+    redis: Redis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a replaced owner goes on writing is pending again, so the next save deletes it if that owner dies."""
+    former, steps = store_of(redis), iter(range(3))
+    spend = former._budget.spend
+
+    async def overtaken(size: int, *, urgent: bool) -> None:
+        step = next(steps)
+        if step == 1:
+            await redis.set(f"{{{KEY}}}:token", f"{TOKEN + 1:020d}")
+            assert await save(store_of(redis), 2, token=TOKEN + 1) == SaveResult.STORED
+        elif step == 2:
+            raise ConnectionError("it dies")
+        await spend(size, urgent=urgent)
+
+    monkeypatch.setattr(former._budget, "spend", overtaken)
+    with pytest.raises(ConnectionError, match="it dies"):
+        await former.save(KEY, TOKEN, 1, *stored(1, values(1, 9 * MIB // 4)))
+    assert [name.split("-")[0] for name in await blocks(redis)] == ["1", "2"]
+
+    assert await save(store_of(redis), 3, token=TOKEN + 1) == SaveResult.STORED
+    assert [name.split("-")[0] for name in await blocks(redis)] == ["2", "3"]
+    assert await redis.scard(f"{{{KEY}}}:pending") == 0
+
+
+async def test_no_block_is_written_that_cannot_be_named(redis_url: str, redis: Redis) -> None:
+    """If Redis refuses to note a snapshot as pending, as it may once it is full, it gets no block of it either."""
+    allowed: dict[str, Any] = {"keys": ["*"], "categories": ["+@all"], "commands": ["-sadd"]}
+    await redis.acl_setuser("limited", enabled=True, passwords=["+x"], **allowed)
+    limited = node_redis.connect(redis_url.replace("redis://", "redis://limited:x@"))
+    try:
+        with pytest.raises(ResponseError, match="sadd"):
+            await save(store_of(limited), 1)
+        assert await blocks(redis) == []
+    finally:
+        await limited.aclose()
+        await redis.acl_deluser("limited")
 
 
 async def test_a_former_owner_sweeps_nothing(redis: Redis) -> None:
