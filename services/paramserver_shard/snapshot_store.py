@@ -43,6 +43,7 @@ from paramserver_shard.snapshot_format import (
 # KEYS: token, manifest, pending, saved, lsn, journal, then the blocks. ARGV: owner token, new manifest, the member of
 # `pending` for the new snapshot, its version, its lsn, the first journal entry to keep ('' keeps all), then members of
 # `pending` for the snapshots that the new manifest no longer names: they are swept even if nobody learns of the switch.
+# Without a journal, the last lsn is the new snapshot's: after a return to a cut that is lower than before.
 _SWITCH: Final = """
 local owner = redis.call('GET', KEYS[1])
 if not owner or owner < ARGV[1] then return 1 end
@@ -54,7 +55,10 @@ redis.call('SET', KEYS[2], ARGV[2])
 redis.call('SREM', KEYS[3], ARGV[3])
 for i = 7, #ARGV do redis.call('SADD', KEYS[3], ARGV[i]) end
 redis.call('SET', KEYS[4], ARGV[4])
-if tonumber(ARGV[5]) > tonumber(redis.call('GET', KEYS[5]) or '0') then redis.call('SET', KEYS[5], ARGV[5]) end
+local journaled = redis.call('EXISTS', KEYS[6]) == 1
+if not journaled or tonumber(ARGV[5]) > tonumber(redis.call('GET', KEYS[5]) or '0') then
+  redis.call('SET', KEYS[5], ARGV[5])
+end
 if ARGV[6] ~= '' then redis.call('XTRIM', KEYS[6], 'MINID', '=', ARGV[6]) end
 return 0
 """

@@ -340,6 +340,18 @@ async def test_no_block_is_written_that_cannot_be_named(redis_url: str, redis: R
         await redis.acl_deluser("limited")
 
 
+async def test_the_last_number_goes_back_with_a_state_that_has_no_journal(redis: Redis) -> None:
+    """After a return to a cut, what Redis has is compared with the new snapshots; a journal's end stays the last."""
+    store = store_of(redis)
+    for lsn in (9, 4):
+        assert await store.save(KEY, TOKEN, lsn, *stored(lsn, values(lsn)), lsn=lsn) == SaveResult.STORED
+        assert await store.last_lsns([KEY]) == [lsn]
+    await redis.xadd(f"{{{KEY}}}:journal", {"h": b""}, id="5-0")
+    await redis.set(f"{{{KEY}}}:lsn", 5)
+    assert await store.save(KEY, TOKEN, 4, *stored(4, values(4)), lsn=4) == SaveResult.STORED
+    assert await store.last_lsns([KEY]) == [5]
+
+
 async def test_a_former_owner_sweeps_nothing(redis: Redis) -> None:
     """A former owner deletes no pending blocks, because they may be the new owner's."""
     store = store_of(redis)
