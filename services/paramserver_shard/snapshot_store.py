@@ -43,6 +43,7 @@ from paramserver_shard.snapshot_format import (
 # KEYS: token, manifest, pending, saved, lsn, journal, then the blocks. ARGV: owner token, new manifest, the member of
 # `pending` for the new snapshot, its version, its lsn, the first journal entry to keep ('' keeps all), then members of
 # `pending` for the snapshots that the new manifest no longer names: they are swept even if nobody learns of the switch.
+# Without a journal, the last lsn is the new snapshot's: after a return to a cut that is lower than before.
 _SWITCH: Final = """
 local owner = redis.call('GET', KEYS[1])
 if not owner or owner < ARGV[1] then return 1 end
@@ -54,7 +55,10 @@ redis.call('SET', KEYS[2], ARGV[2])
 redis.call('SREM', KEYS[3], ARGV[3])
 for i = 7, #ARGV do redis.call('SADD', KEYS[3], ARGV[i]) end
 redis.call('SET', KEYS[4], ARGV[4])
-if tonumber(ARGV[5]) > tonumber(redis.call('GET', KEYS[5]) or '0') then redis.call('SET', KEYS[5], ARGV[5]) end
+local journaled = redis.call('EXISTS', KEYS[6]) == 1
+if not journaled or tonumber(ARGV[5]) > tonumber(redis.call('GET', KEYS[5]) or '0') then
+  redis.call('SET', KEYS[5], ARGV[5])
+end
 if ARGV[6] ~= '' then redis.call('XTRIM', KEYS[6], 'MINID', '=', ARGV[6]) end
 return 0
 """
@@ -128,7 +132,7 @@ class SnapshotStore:
         The caller stores one snapshot of a partition at a time (see `SnapshotPlan`).
 
         `cut` is the clock under which a cut is found again; the cut at clock `pinned` is kept in any case, and beside
-        a snapshot that is no cut the newest cut, too. An urgent snapshot does not wait for the budget. With `fsync`,
+        a snapshot that is no cut another one, too. An urgent snapshot does not wait for the budget. With `fsync`,
         `STORED` means on disk, and this raises what `ScriptRunner.run` raises.
         """
         async with self._redis.pipeline(transaction=False) as pipe:
@@ -194,7 +198,7 @@ class SnapshotStore:
     async def _write_blocks(
         self, key: PartitionKey, name: str, size_bytes: int, blocks: Iterator[bytes], *, urgent: bool
     ) -> list[int]:
-        """Write the blocks of a snapshot, `size_bytes` in all, after adding it to `pending`; returns their CRC-32s."""
+        """Write the blocks of a snapshot, `size_bytes` in all, and add it to `pending`; returns their CRC-32s."""
         count = -(-size_bytes // SNAPSHOT_BLOCK_BYTES)
         checksums: list[int] = []
         for i in range(count):
@@ -202,9 +206,9 @@ class SnapshotStore:
             inline = size_bytes <= SMALL_BYTES
             block, checksum = next_block(blocks) if inline else await asyncio.to_thread(next_block, blocks)
             await self._budget.spend(len(block), urgent=urgent)
-            async with self._storing.turn(len(block)), self._scripts.redis.pipeline(transaction=False) as pipe:
-                if not i:  # in one pipeline with the first block, and before it
-                    pipe.sadd(partition_key(key, "pending"), f"{name}:{count}")
+            async with self._storing.turn(len(block)), self._scripts.redis.pipeline(transaction=True) as pipe:
+                # With each block: a new owner may have swept those before it.  Both or none, also in a full Redis.
+                pipe.sadd(partition_key(key, "pending"), f"{name}:{count}")
                 pipe.set(partition_key(key, f"snap:{name}:{i}"), block)
                 await pipe.execute()
             checksums.append(checksum)

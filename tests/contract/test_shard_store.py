@@ -9,6 +9,7 @@ from urllib.parse import urlsplit
 import numpy as np
 import pytest
 from redis.asyncio import Redis
+from redis.exceptions import ResponseError
 from tests.chaos.proxy import Link
 from tests.refusals import refused_with
 
@@ -219,16 +220,17 @@ async def test_a_pinned_cut_outlives_newer_ones(redis: Redis) -> None:
 
 
 async def test_a_whole_state_displaces_no_cut_that_may_count(redis: Redis) -> None:
-    """Beside a whole state the pinned cut and the newest one are kept, and nothing else once a newer cut is stored.
+    """Beside a whole state the pinned cut and another one are kept, and nothing else once a newer cut is stored.
 
-    The leader may go back to either: it may count the newest cut before the shard is told.
+    A leader may go back to either: to a newer cut that the shard has not been told to count, or to an older one if
+    Redis has lost that the pinned one counts.
     """
     store = store_of(redis)
     for version, cut, pinned in ((1, 1, None), (2, 2, 1), (3, None, 1), (4, None, 1)):
         assert await save(store, version, cut=cut, pinned=pinned) == SaveResult.STORED
     assert [(e["version"], e["cut"]) for e in await store.manifest(KEY)] == [(4, None), (2, 2), (1, 1)]
     assert await save(store, 5, pinned=2) == SaveResult.STORED
-    assert [e["version"] for e in await store.manifest(KEY)] == [5, 2]
+    assert [e["version"] for e in await store.manifest(KEY)] == [5, 2, 1]
     assert await save(store, 6, cut=6, pinned=2) == SaveResult.STORED
     assert [e["version"] for e in await store.manifest(KEY)] == [6, 2]
     assert len(await blocks(redis)) == 2
@@ -296,6 +298,58 @@ async def test_what_a_switch_displaced_is_swept_though_its_answer_was_lost(
     loaded = await newest(writer)
     assert loaded is not None
     assert loaded.version == 4
+
+
+async def test_blocks_that_a_replaced_owner_writes_after_a_sweep_are_swept_too(
+    redis: Redis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a replaced owner goes on writing is pending again, so the next save deletes it if that owner dies."""
+    former, steps = store_of(redis), iter(range(3))
+    spend = former._budget.spend
+
+    async def overtaken(size: int, *, urgent: bool) -> None:
+        step = next(steps)
+        if step == 1:
+            await redis.set(f"{{{KEY}}}:token", f"{TOKEN + 1:020d}")
+            assert await save(store_of(redis), 2, token=TOKEN + 1) == SaveResult.STORED
+        elif step == 2:
+            raise ConnectionError("it dies")
+        await spend(size, urgent=urgent)
+
+    monkeypatch.setattr(former._budget, "spend", overtaken)
+    with pytest.raises(ConnectionError, match="it dies"):
+        await former.save(KEY, TOKEN, 1, *stored(1, values(1, 9 * MIB // 4)))
+    assert [name.split("-")[0] for name in await blocks(redis)] == ["1", "2"]
+
+    assert await save(store_of(redis), 3, token=TOKEN + 1) == SaveResult.STORED
+    assert [name.split("-")[0] for name in await blocks(redis)] == ["2", "3"]
+    assert await redis.scard(f"{{{KEY}}}:pending") == 0
+
+
+async def test_no_block_is_written_that_cannot_be_named(redis_url: str, redis: Redis) -> None:
+    """If Redis refuses to note a snapshot as pending, as it may once it is full, it gets no block of it either."""
+    allowed: dict[str, Any] = {"keys": ["*"], "categories": ["+@all"], "commands": ["-sadd"]}
+    await redis.acl_setuser("limited", enabled=True, passwords=["+x"], **allowed)
+    limited = node_redis.connect(redis_url.replace("redis://", "redis://limited:x@"))
+    try:
+        with pytest.raises(ResponseError, match="sadd"):
+            await save(store_of(limited), 1)
+        assert await blocks(redis) == []
+    finally:
+        await limited.aclose()
+        await redis.acl_deluser("limited")
+
+
+async def test_the_last_number_goes_back_with_a_state_that_has_no_journal(redis: Redis) -> None:
+    """After a return to a cut, what Redis has is compared with the new snapshots; a journal's end stays the last."""
+    store = store_of(redis)
+    for lsn in (9, 4):
+        assert await store.save(KEY, TOKEN, lsn, *stored(lsn, values(lsn)), lsn=lsn) == SaveResult.STORED
+        assert await store.last_lsns([KEY]) == [lsn]
+    await redis.xadd(f"{{{KEY}}}:journal", {"h": b""}, id="5-0")
+    await redis.set(f"{{{KEY}}}:lsn", 5)
+    assert await store.save(KEY, TOKEN, 4, *stored(4, values(4)), lsn=4) == SaveResult.STORED
+    assert await store.last_lsns([KEY]) == [5]
 
 
 async def test_a_former_owner_sweeps_nothing(redis: Redis) -> None:

@@ -250,6 +250,13 @@ def test_forgetting_what_a_redis_that_went_back_has_lost_turns_the_checkers_red(
     assert turns_red(kind="restarts", within=2, clocks=20)
 
 
+def test_going_on_without_what_redis_lost_turns_the_checkers_red(monkeypatch: pytest.MonkeyPatch) -> None:
+    """If no timeline begins where Redis lost what no shard had of a partition, that lacks steps and the run fails."""
+    monkeypatch.setattr(shard_desk, "begin_sync", lambda *_: None)
+
+    assert turns_red("sync", "applied", "restarts", first=20, within=1, clocks=20, says="other ones on timeline")
+
+
 def test_cuts_that_are_too_rare_turn_the_checkers_red(monkeypatch: pytest.MonkeyPatch) -> None:
     """If a synchronous model is stored once a minute, a death takes it back too far and the run fails."""
     monkeypatch.setattr(limits, "SNAPSHOT_INTERVAL_S", 60.0)

@@ -2,7 +2,7 @@
 
 import itertools
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from paramserver.core.scheduler import io
@@ -163,13 +163,16 @@ class Driver:
         for name in self.shards:
             self.beat(name)
 
-    def empty_redis(self) -> None:
-        """Delete everything in Redis; the scheduler notices and begins a new term."""
+    def empty_redis(self, unseen: Sequence[int] = ()) -> None:
+        """Delete everything in Redis; the scheduler notices and begins a new term.
+
+        No shard was told of the newest tokens of model m's `unseen` partitions.
+        """
         self.hash.clear()
         self.tokens.clear()
         self.fences.clear()
         self.term += 1
-        self.do(io.RedisEmptied(self.term))
+        self.do(io.RedisEmptied(self.term, [self.core._c.models["m"].partition(i) for i in unseen]))
 
     def owners(self, model: str = "m") -> list[str | None]:
         """Return the owner of each partition."""

@@ -233,21 +233,6 @@ def test_refusals_are_raised_at_once(
     assert e.value.members["timeline"] == 4
 
 
-def test_a_refusal_is_told_with_an_answer_that_is_not_of_a_paramserver(
-    shards: Shards, now: Now, cluster: Cluster
-) -> None:
-    """If one shard's address answers a push with something foreign and another shard refuses, both are told.
-
-    The push is in doubt: whoever answered for the one shard may have passed it on.
-    """
-    shards.wrong_once("/push", Response(200, {}, b"<html>", "http://a:1"))
-    shards.wrong_once("/push", refusal("worker_required"))
-
-    with pytest.raises(InDoubt, match=r"said the shard.*may be applied") as e:
-        drive(transfer.push(cluster, "m", Deadline.after(30, now), grads(), terms()), shards, now)
-    assert e.value.members["refused"] == "worker_required"
-
-
 def test_a_read_is_never_in_doubt(shards: Shards, now: Now, cluster: Cluster) -> None:
     """A pull without an answer by its deadline raises `unavailable`, not `in_doubt`, because it changes nothing."""
     drive(transfer.pull(cluster, "m", Deadline.after(30, now)), shards, now)

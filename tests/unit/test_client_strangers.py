@@ -3,7 +3,8 @@
 import pytest
 from tests.refusals import refused_with
 
-from paramserver.client import control
+from paramserver.client import control, transfer
+from paramserver.client.cluster import Cluster
 from paramserver.client.iterations import Iterations
 from paramserver.errors import InDoubt, PsError, problem
 from paramserver.net.addresses import Addresses
@@ -11,7 +12,7 @@ from paramserver.net.calls import Deadline, Outcome, Request, Response, error_of
 from paramserver.wire.frame import MEDIA_TYPE
 
 from .session_node import BEAT, GRAD, Node, deadline, joined, no, opened
-from .sharding import Now, drive
+from .sharding import Now, Shards, drive, grads, refusal, terms
 
 HTML = {"content-type": "text/html"}
 PAGE = b"<html>Sorry</html>"
@@ -137,3 +138,18 @@ def test_a_heartbeat_that_a_stranger_answers_is_not_the_schedulers_word() -> Non
     assert session.status == "paused"
     drive(session.beat(deadline()), node)
     assert node.bodies(BEAT)[-1]["metrics"]
+
+
+def test_a_refusal_is_told_with_an_answer_that_is_not_of_a_paramserver(
+    shards: Shards, now: Now, cluster: Cluster
+) -> None:
+    """If one shard's address answers a push with something foreign and another shard refuses, both are told.
+
+    The push is in doubt: whoever answered for the one shard may have passed it on.
+    """
+    shards.wrong_once("/push", Response(200, {}, b"<html>", "http://a:1"))
+    shards.wrong_once("/push", refusal("worker_required"))
+
+    with pytest.raises(InDoubt, match=r"said the shard.*may be applied") as e:
+        drive(transfer.push(cluster, "m", Deadline.after(30, now), grads(), terms()), shards, now)
+    assert e.value.members["refused"] == "worker_required"

@@ -22,7 +22,7 @@ def save(store: InMemoryStore, clock: int, *, cut: bool, pinned: int | None) -> 
 
 
 def test_a_whole_state_displaces_no_cut_that_may_count() -> None:
-    """Beside a whole state the pinned cut and the newest one can be loaded, until another cut is stored.
+    """Beside a whole state the pinned cut and another one can be loaded, until another cut is stored.
 
     The journal begins after the oldest of them.
     """
@@ -41,3 +41,17 @@ def test_a_whole_state_displaces_no_cut_that_may_count() -> None:
     assert [c.clock for c in store.kept[KEY]] == [5, 2]
     assert sorted(store.cuts) == [(KEY, 2), (KEY, 5)]
     assert [e.lsn for e in store.journals[KEY]] == [3, 4, 5]
+
+
+def test_a_cut_that_is_stored_again_displaces_no_older_one() -> None:
+    """If Redis has lost the pinned cut, it may have lost that it counts, so that the one before is gone back to."""
+    store = InMemoryStore()
+    save(store, 1, cut=True, pinned=None)
+    save(store, 2, cut=True, pinned=1)
+    save(store, 2, cut=True, pinned=2)
+    assert [c.clock for c in store.kept[KEY]] == [2, 1]
+    for clock in (3, 4):
+        save(store, clock, cut=False, pinned=2)
+        assert [c.clock for c in store.kept[KEY]] == [clock, 2, 1]
+    save(store, 5, cut=True, pinned=2)
+    assert [c.clock for c in store.kept[KEY]] == [5, 2]

@@ -9,10 +9,10 @@ from paramserver.core.scheduler import io
 from paramserver.core.scheduler.core import SchedulerCore
 from paramserver.core.scheduler.model_desk import FILES_AGAIN_S
 from paramserver.errors import PsError, problem
-from paramserver.types import ModelKey, PartitionKey, make_token
+from paramserver.types import ModelKey, make_token
 
 from . import scheduling
-from .scheduling import EIGHT, SPEC, Driver, beyond_its_cut, release_numbers, row
+from .scheduling import EIGHT, SPEC, Driver, beyond_its_cut, code, release_numbers, row
 
 JOURNALED = {"ack": "journaled", "consistency": {"mode": "sync"}}
 
@@ -197,11 +197,7 @@ def test_what_was_handed_over_and_nobody_heard_of_goes_back_when_redis_was_empti
         new = d.core.read.model("m")["partitions"][index]["incarnation"]
         if died:
             d.ask(lambda n: io.JoinShard(n, "s2", ["http://s2:1"]))
-        d.hash.clear()
-        d.tokens.clear()
-        d.term += 1
-        keys = [PartitionKey(ModelKey("m", 1), index)] if unseen else []
-        d.do(io.RedisEmptied(d.term, keys))
+        d.empty_redis([index] if unseen else [])
         assert d.owners()[index] == (owner if unseen else "s2")
         assert d.document()["owners"][index][2]["from"] == (token if unseen else new)
 
@@ -223,6 +219,72 @@ def test_a_sync_model_whose_redis_was_emptied_goes_on_and_makes_a_cut() -> None:
     d.beats()
     model = d.core.read.model("m")
     assert (model["cut"], model["timeline"]) == (2, 0)
+
+
+@pytest.mark.parametrize("in_memory", [True, False])
+def test_a_sync_model_begins_a_timeline_if_redis_lost_what_was_in_nobodys_memory(in_memory: bool) -> None:
+    """A partition that has moved and is not loaded yet is lost with Redis' data, unless its old owner has it still.
+
+    Its new owner may find an older state, and would take the commits since without what they list.
+    """
+    d = Driver.with_model(consistency={"mode": "sync"}, **EIGHT)
+    a = d.join("a")
+    d.clock(a, 1)
+    d.beats()
+    for t in (2, 3, 4):
+        d.clock(a, t)
+    d.shard("s2")
+    index, number = min(release_numbers(d).items())
+    d.beat(d.owners()[index] or "", released=[row(d, index, number)])
+    assert d.owners()[index] == "s2"
+
+    d.empty_redis([index] if in_memory else [])
+
+    document = d.document()
+    assert document["timeline"] == (0 if in_memory else 1)
+    d.beats()
+    number = d.clock_of(a, 5)
+    if in_memory:
+        assert d.result(number)["released"]
+        return
+    assert (document["source"], document["opening"]) == ("snapshot", True)
+    assert document["clock"] == document["began"] > 4
+    assert code(d, number) == "rolled_back"
+    assert (d.commits()[-1]["t"], d.commits()[-1]["contributions"]) == (document["began"], [])
+
+
+def test_a_loss_that_undoes_a_return_to_a_cut_begins_a_timeline_beyond_all_that_is_stored() -> None:
+    """If Redis loses data before a return to a cut is stored, partitions load what they find, and begin together.
+
+    Some may have stored their part of a newer cut, at a clock beyond that of the return.
+    """
+    d, _ = beyond_its_cut(after_s=6)
+    assert (d.document()["cut"], d.commits()[-1]["cut"], d.commits()[-1]["t"]) == (1, True, 1)
+    d.shard("s1")
+    assert (d.document()["timeline"], d.document()["clock"]) == (1, 1)
+
+    d.empty_redis(range(4))
+
+    document = d.document()
+    assert (document["timeline"], document["began"], document["opening"]) == (2, 3, True)
+    assert document["source"] == "snapshot"
+
+
+def test_who_handed_a_partition_over_before_a_return_to_a_cut_does_not_get_it_back() -> None:
+    """Once its new owner has died and the model has gone back, the old owner's memory is of an ended timeline."""
+    d = Driver.with_model(consistency={"mode": "sync"}, **EIGHT)
+    a = d.join("a")
+    d.clock(a, 1)
+    d.beats()
+    d.shard("s2")
+    index, number = min(release_numbers(d).items())
+    d.beat(d.owners()[index] or "", released=[row(d, index, number)])
+    d.ask(lambda n: io.JoinShard(n, "s2", ["http://s2:1"]))
+    token = d.core.read.model("m")["partitions"][index]["incarnation"]
+
+    d.empty_redis(range(8))
+
+    assert d.document()["owners"][index][2]["from"] == token
 
 
 def test_moves_under_way_are_withdrawn_when_redis_was_emptied() -> None:

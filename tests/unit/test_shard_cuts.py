@@ -438,6 +438,26 @@ def test_a_cut_that_redis_lost_is_stored_again_before_what_came_after_it(lost: i
     assert driver.store.cuts[key, 1].clock == 1
 
 
+def test_what_redis_lost_is_stored_again_beside_the_cut_before() -> None:
+    """Where Redis has lost the last cut, another leader may know only of the one before it, and goes back to that."""
+    driver = serving(synced(), workers=ROSTER)
+    driver.commit(0, cut=True)
+    driver.advance(10.0)
+    (p,) = driver.core.models["m"].partitions.values()
+    older = driver.store.cuts[p.key, 1]
+    driver.commit(1, cut=True)
+    driver.advance(10.0)
+    driver.pinned = 2
+    driver.store.kept[p.key], driver.store.cuts = [older], {(p.key, 1): older}
+    driver.commit(2)
+
+    driver.send(JournalLost(p.key, p.token, restarted=True))
+    driver.settle()
+
+    assert [c.clock for c in driver.store.kept[p.key]] == [3, 2, 1]
+    assert driver.store.cuts[p.key, 1] is older
+
+
 def test_a_cut_that_redis_loses_again_before_the_whole_state_is_stored_is_stored_again() -> None:
     """If Redis loses the cut just stored again, it goes first once more; a repeated report of that changes nothing."""
     driver = serving(synced(), workers=ROSTER)

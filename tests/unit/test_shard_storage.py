@@ -12,10 +12,11 @@ from paramserver import limits
 from paramserver.core.partition_state import Capture, HeldPart, PartitionState
 from paramserver.core.shard.effects import Journal, StoreSnapshot
 from paramserver.core.shard.events import Journaled, JournalLost, JournalRefused, SnapshotDone, StorageChanged
+from paramserver.testing.shard_driver import InMemoryStore, ShardDriver
 from paramserver.types import ModelKey, PartitionKey, PushId
 from paramserver_shard import snapshot_format
 
-from .partitions import WORKERS, apply, complete, done, entries, ones, pending, refused, slow
+from .partitions import WORKERS, apply, complete, done, entries, journaled, ones, pending, refused, slow
 
 
 def test_a_duplicate_does_not_count_as_stored_what_redis_has_lost() -> None:
@@ -31,6 +32,26 @@ def test_a_duplicate_does_not_count_as_stored_what_redis_has_lost() -> None:
     assert again not in driver.replies
     driver.settle()
     assert done(driver, again).duplicate
+
+
+def test_what_a_dead_owner_may_not_have_synced_is_not_acknowledged_as_on_disk() -> None:
+    """At level `fsynced` a new owner acknowledges a duplicate only once a snapshot of its own is on disk.
+
+    The last owner may have died after its entry was in Redis and before it was on disk.
+    """
+    store = InMemoryStore()
+    before = ShardDriver(store)
+    before.serve(journaled(ack="fsynced"))
+    before.push({0: ones()}, PushId("w", 1, 0))
+    after = ShardDriver(store)
+    after.serve(journaled(ack="fsynced"), owned={0: 2}, source="snapshot")
+    after.eager = False
+
+    again = after.submit({0: ones()}, PushId("w", 1, 0))
+    assert again not in after.replies
+    assert [s.fsync for s in pending(after, StoreSnapshot)] == [True]
+    after.settle()
+    assert done(after, again).duplicate
 
 
 def test_while_redis_is_away_new_pushes_are_refused_and_waiting_ones_give_up_in_time() -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 from paramserver.core.scheduler import io
 from paramserver.core.scheduler.core import SchedulerCore
+from paramserver.core.shard.effects import PulledPart
 from paramserver.errors import PsError, problem
 from paramserver.testing.contents import Contents
 from paramserver.testing.nodes import Node
@@ -37,16 +38,31 @@ class Ledger:
     restored: set[tuple[int, int]] = field(default_factory=set)
     """(generation, timeline) of those on which a restore has set anything."""
     contents: Contents = field(default_factory=Contents)
+    begun: dict[Token, tuple[int, int]] = field(default_factory=dict)
+    """Owner token -> (its timeline, the clock at which that began), as last published."""
+    skipped: dict[tuple[int, int], float] = field(default_factory=dict)
+    """(partition, timeline) -> by what its version is beyond its value, once state was lost that only Redis had."""
 
     def note(self, document: Document, now: float) -> None:
         """Record a published document.  A model's document includes commits, even those whose leader died before it
         could publish them."""
+        for _, token, *_ in document.get("owners", ()):
+            self.begun[token] = document["timeline"], document["began"]
         for commit in [document] if document["type"] == "commit" else document.get("commits", ()):
             key = (document["generation"], commit["timeline"], commit["t"])
             self.revisions[key] = commit["revision"]
             self.made_s.setdefault(key, now)
             before = self.commits.setdefault(key, commit["contributions"])
             assert before == commit["contributions"], f"commit {key} was published with two lists"
+
+    def check_steps(self, part: PulledPart, value: float, lost: bool) -> None:
+        """Assert that each version of a partition is one step; if state was `lost`, each since its timeline began."""
+        (timeline, began), skipped = self.begun[part.incarnation], part.version - value
+        what = f"partition {part.partition}: {value} after {part.version} commits"
+        assert lost or not skipped, what
+        if lost and part.version > began:
+            before = self.skipped.setdefault((part.partition, timeline), skipped)
+            assert skipped == before, f"{what}, and other ones on timeline {timeline}, which began at {began}"
 
     def sums(self, generation: int, timeline: int) -> int:
         """Return the number of commits of that timeline that have contributions."""

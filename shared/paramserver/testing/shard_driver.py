@@ -240,6 +240,8 @@ class ShardDriver:
     """Partitions that kept their values, as the result of a commit or flush was not finite."""
     view: ModelView | None = None
     """The newest view sent."""
+    pinned: int | None = None
+    """Clock of the cut that the feed has said to count; its snapshots are kept."""
     roster: Callable[[AskWorker], WorkerAnswered] | None = None
     """Answers questions about workers, in the scheduler's place; if None, they collect in `asked`."""
     _requests: int = 0
@@ -296,7 +298,7 @@ class ShardDriver:
             case StoreSnapshot(capture) if capture.token < self.store.tokens.get(capture.key, 0):
                 return [SnapshotDone(capture.key, capture.token, False, effect.urgent)]
             case StoreSnapshot(capture):
-                self.store.save(effect)
+                self.store.save(effect, self.pinned)
                 return [SnapshotDone(capture.key, capture.token, True, effect.urgent)]
             case Journal(entries):
                 reached: dict[tuple[PartitionKey, Token], Event] = {}

@@ -52,6 +52,8 @@ class SimRedis:
     def __init__(self) -> None:
         self.down = False
         self.times_emptied = 0
+        self.lost = False
+        """Whether it was ever emptied, or went back, while it alone had something of a partition."""
         self.process = 0
         """Number of its process: a shard asks again what a new one still has."""
         self.memberships_ended = False

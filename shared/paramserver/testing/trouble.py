@@ -76,20 +76,29 @@ class Trouble:
     def _redis_back(self) -> None:
         self._sim.redis.down = False
 
-    @property
-    def _all_in_memory(self) -> bool:
-        """Whether shards have everything; else state would be lost that only Redis has, as it may be (semantics 6)."""
-        redis = self._sim.redis
+    def _may_lose(self) -> bool:
+        """Whether Redis may lose data now.
+
+        What it alone has is lost for good, as it may be (semantics 6), but only of a model in sync at `applied`, which
+        begins a timeline then, as it does if the leader does not know yet that a shard has everything.  Where nobody
+        else changes its values, each commit of the timeline is one step all the same.
+        """
+        sim, redis = self._sim, self._sim.redis
         held = {
             (PartitionKey(ModelKey(row.model, row.generation), row.partition), row.token)
-            for s in self._sim.shards.values()
+            for s in sim.shards.values()
             if s.up
             for row in s.core.partitions()
         }
-        return bool(redis.tokens) and set(redis.tokens.items()) <= held
+        in_memory = set(redis.tokens.items()) <= held
+        known = in_memory and all(m["served"] for s in sim.schedulers if s.leads for m in s.core.read.models())
+        unchanged = not sim.changed and not sim.given and sim.optimizer == "sum" and sim.models == 1
+        may = unchanged and sim.mode == "sync" and sim.level == "applied"
+        redis.lost |= bool(redis.tokens) and may and not known
+        return bool(redis.tokens) and (in_memory or may)
 
     def _empty(self) -> None:
-        if not self._all_in_memory:
+        if not self._may_lose():
             self._sim.world.after(0.2, "Redis is emptied", self._empty)
             return
         self._sim.redis.empty()
@@ -105,7 +114,7 @@ class Trouble:
             return
         # Decisions of a leader that died since the copy would be in nobody's memory either.
         decided = any(s.leads and s.term == image["term"] == sim.redis.term for s in sim.schedulers)
-        if not decided or not self._all_in_memory:
+        if not decided or not self._may_lose():
             world.after(0.2, "Redis is copied", self._copy)
             return
         sim.redis.restart_with(image)

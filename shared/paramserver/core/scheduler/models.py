@@ -58,6 +58,8 @@ class Model:
     timeline: int = 0
     began: int = 0
     """Clock at which this timeline began; a partition at an earlier clock is still on an older timeline."""
+    ended_clock: int = 0
+    """Highest clock of the timelines that have ended under this leader: snapshots of it may be left."""
     source: Any = "init"
     """Where a partition loads its state from under a new token: "init", "snapshot" or {"cut": clock}."""
     owners: list[Owner] = field(default_factory=list)
@@ -314,12 +316,13 @@ class Model:
     @property
     def next_phase_clock(self) -> int:
         """A clock after all clocks so far, and not before any version that a partition has reported."""
-        return max(self.gate.clock + 1, *(o.version for o in self.owners))
+        return max(self.gate.clock + 1, self.ended_clock + 1, *(o.version for o in self.owners))
 
     def restart_at(self, clock: int) -> None:
         """Begin a new timeline, with every partition and worker at `clock`."""
         self.timeline += 1
         self.began = clock
+        self.ended_clock = max(self.ended_clock, self.gate.clock)
         for owner in self.owners:
             owner.withdraw_move()  # What was captured for a move belongs to the old timeline.
             owner.commits_from = min(owner.commits_from, clock)

@@ -123,25 +123,35 @@ class ShardDesk:
                 self.c.fence(shard.name, epoch)
         for model in self.c.models.values():
             model.cuts.give_up()  # nothing stored of it is left
-            if model.gate.sync and not model.durable:
+            by_cuts = model.gate.sync and not model.durable
+            if by_cuts:
                 # No cut is left.  Until there is a new one, a lost partition is loaded from its newest snapshot.
                 model.cuts.none_left()
+            in_memory = True
             for i, owner in enumerate(model.owners):
-                if model.partition(i) in e.unseen:
-                    self._take_back(owner)
+                taken_back = model.partition(i) in e.unseen and self._take_back(owner)
+                in_memory &= taken_back or not (owner.shard is None or owner.must_load)
                 if owner.shard is not None:
                     self.c.renew_token(model, i)
+            if by_cuts and model.ready and not in_memory:
+                # What is loaded, or drawn, is of an older clock than what the others have in memory.
+                model.source = "snapshot"
+                begin_sync(self.c, model)
             self.c.place_changed(model)
         self.c.save_everything()
         self.c.forget_others()
 
-    def _take_back(self, owner: Owner) -> None:
-        """Undo a handover that no shard has been told of: the previous owner still has the partition in memory."""
-        if owner.previous is not None:
-            name, epoch, token = owner.previous
-            shard = self.c.shards.get(name)
-            if shard is not None and shard.alive and shard.epoch == epoch:
-                owner.shard, owner.token, owner.kept_from = name, token, 0
+    def _take_back(self, owner: Owner) -> bool:
+        """Undo a handover that no shard has been told of: the previous owner still has the partition in memory.
+
+        Returns False, and changes nothing, if there is none that lives.
+        """
+        name, epoch, token = owner.previous or ("", 0, 0)
+        shard = self.c.shards.get(name)
+        if shard is None or not shard.alive or shard.epoch != epoch:
+            return False
+        owner.shard, owner.token, owner.kept_from = name, token, 0
+        return True
 
     def feed(self, e: OpenFeed, now: float) -> None:
         if e.shard is not None:

@@ -42,6 +42,7 @@ def reload(cluster: Cluster, model: Model, source: Any, clock: int, *, opening: 
     model.series.outdate()
     restart(cluster, model, clock, opening=opening)
     for i, owner in enumerate(model.owners):
+        owner.previous = None  # what that one may still have in memory is of the old timeline
         if owner.shard is not None:
             cluster.give_token(model, i)
 

@@ -81,7 +81,7 @@ class Durability:
             if level and p.lsn > p.mark.durable(level):
                 waiting.left += 1
                 p.mark.waiting.append((p.lsn, level, waiting))
-                if level > p.level:
+                if level > p.level or not p.mark.queued:  # no journal entry will make it so
                     self._shard.plan.due_now(p, fsync=level == _FSYNCED)
         if waiting.left:
             waiting.timer = self._timers.at(now + limits.JOURNAL_WAIT_S, lambda now: self._give_up(waiting))

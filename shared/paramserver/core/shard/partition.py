@@ -127,8 +127,8 @@ class Partition:
         self.clock, self.lsn = loaded.clock, loaded.lsn
         self.durable_version, self.durable_clock = (loaded.version, loaded.clock) if loaded.stored else (0, 0)
         durable = loaded.lsn if loaded.stored else 0
-        # The snapshot of a model at level `journaled` is in Redis, but not known to be on disk.
-        self.mark = Watermark(durable, durable, durable if self.level == LEVELS["fsynced"] else -1)
+        # Nobody knows whether that is on Redis' disk: the last owner may have died before it was.
+        self.mark = Watermark(durable, durable)
         self.memory = PushMemory.restore(loaded.memory)
         self.buffered = list(loaded.buffered)
         for part in loaded.staged:
