@@ -41,6 +41,10 @@ HINTS_MAX: Final = 3
 """Wrong names in one request for which the nearest known one is searched, which takes 0.1 s among 4,096."""
 PATTERN_TESTS_MAX: Final = 1 << 18
 """Comparisons of a name with a pattern in one request, over all its patterns."""
+PATTERNS_MAX: Final = 256
+"""Patterns of names in one request."""
+PATTERN_CHARACTERS_MAX: Final = 8192
+"""Characters of all of them: a regular expression is compiled of each, which takes about 10 us a character."""
 CHUNK_BYTES: Final = 1 * MIB
 """Size of the chunks in which responses are written."""
 SEND_BUFFER_BYTES: Final = 384 * 1024

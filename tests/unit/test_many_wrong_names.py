@@ -1,6 +1,7 @@
 """Bounds on error reports: a request with very many errors costs a node little, and its response stays short."""
 
 import difflib
+import fnmatch
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ from paramserver import limits
 from paramserver.core import near
 from paramserver.core.layout import Layout
 from paramserver.core.scheduler.runs import StopRule
-from paramserver.core.selection import matched
+from paramserver.core.selection import matched, select
 from paramserver.core.spec import ModelSpec
 from paramserver.errors import PsError, RequestError, combined, problem
 from paramserver_scheduler import bodies
@@ -95,7 +96,41 @@ def test_patterns_and_names_are_compared_within_a_bound() -> None:
     assert len(matched(layout, ["p*"] * 4096)) == 4096
     assert refused(lambda: matched(layout, [f"p{i}*" for i in range(4096)])).code == "too_large"
     few = Layout(model(8))
-    assert len(matched(few, [f"p{i % 8:04}*{'*' * (i // 8)}" for i in range(4096)])) == 8
+    assert len(matched(few, [f"p{i % 8:04}*{'*' * (i // 8)}" for i in range(limits.PATTERNS_MAX)])) == 8
+    assert refused(lambda: matched(few, [f"p{i}*" for i in range(limits.PATTERNS_MAX + 1)])).code == "too_large"
+
+
+def test_patterns_are_compiled_within_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 4,096 long patterns, each slow to compile, none is; those of a request have 8,192 characters at most."""
+    one, compiled, translate = Layout(model(1)), list[str](), fnmatch.translate
+
+    def counted(pattern: str) -> str:
+        compiled.append(pattern)
+        return translate(pattern)
+
+    monkeypatch.setattr(fnmatch, "translate", counted)
+    long = [f"{i:04}" + "*a" * 126 for i in range(4096)]
+
+    assert refused(lambda: matched(one, long)).code == "too_large"
+    assert refused(lambda: matched(one, long[:33])).code == "too_large"
+    assert not compiled
+    assert refused(lambda: matched(one, long[:32])).code == "unknown_parameter"
+    assert len(compiled) == 32
+
+
+def test_patterns_that_were_used_are_forgotten() -> None:
+    """No cache of the standard library keeps the patterns of clients; one for 32,768 would take 250 MB."""
+    before = fnmatch._compile_pattern.cache_info().currsize  # type: ignore[attr-defined]
+    one = Layout(model(1))
+
+    assert matched(one, ["p0000*", "p?000_*", "[p]*"]) == list(one.by_name)
+    assert fnmatch._compile_pattern.cache_info().currsize == before  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("name", ["p*", "p0000", "?" * 10_000])
+def test_ranges_are_of_a_parameter_not_of_a_pattern(name: str) -> None:
+    """Ranges of a pattern are refused like those of any name that the model lacks; they had no effect."""
+    assert refused(lambda: select(Layout(model(8)), ranges={name: [(0, 1)]})).code == "unknown_parameter"
 
 
 @pytest.mark.parametrize(
