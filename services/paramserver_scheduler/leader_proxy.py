@@ -17,6 +17,7 @@ from paramserver_node.forward import FORWARDED_TO_LEADER, Forwarder, changes_som
 from paramserver_node.log import path_of
 from paramserver_node.middleware import no_body_deadline
 from paramserver_node.race import race
+from paramserver_node.roles import allows
 from paramserver_scheduler.lease import Lease
 
 log = logging.getLogger("paramserver.scheduler")
@@ -42,7 +43,7 @@ class LeaderProxy:
         self._forwarder = forwarder
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["path"].startswith(OF_SHARDS):
+        if scope["path"].startswith(OF_SHARDS) and allows(scope["state"].get("role", "admin"), "node"):
             self._lease.hear()
         if scope["path"] in LOCAL_PATHS or scope["path"].startswith(LOCAL_PREFIXES):
             await self._app(scope, receive, send)

@@ -10,8 +10,11 @@ import pytest
 
 from paramserver.errors import problem
 from paramserver.net.credentials import Credentials
+from paramserver_node import tokens
+from paramserver_node.access import Access
 from paramserver_node.forward import Forwarder
 from paramserver_node.redis import connect
+from paramserver_node.roles import Role
 from paramserver_node.settings import SchedulerSettings
 from paramserver_scheduler.app import make_app, served
 from paramserver_scheduler.checkpoints import CheckpointStore
@@ -248,6 +251,23 @@ async def test_a_scheduler_that_cannot_lead_says_why() -> None:
         await redis.aclose()
     assert answer.json()["code"] == "no_leader"
     assert "within seconds" not in answer.json()["detail"]
+
+
+@pytest.mark.parametrize(("role", "heard"), [("reader", False), ("worker", False), ("node", True), ("admin", True)])
+async def test_only_a_node_is_heard_as_a_shard(role: Role, heard: bool) -> None:
+    """Requests of readers and workers, whatever they ask for, do not keep the lease of a leader that hears no shard."""
+    redis, key = connect("redis://127.0.0.1:1/0"), tokens.new_key().encode()
+    lease = Lease(redis, name="s1", place="here", url="http://127.0.0.1:1")
+    forwarder = Forwarder(Credentials(), asyncio.Event())
+    transport = httpx.ASGITransport(served(make_app(), lease, forwarder, Access([key])))
+    headers = {"authorization": f"Bearer {tokens.make(key, role)}"}
+    async with httpx.AsyncClient(transport=transport, base_url="http://s1", headers=headers) as client:
+        for path in ("/internal/shardsx", "/internal/shards/shard-0"):
+            await client.get(path)
+    await forwarder.aclose()
+    await redis.aclose()
+
+    assert (lease._heard_ago_s() < 60.0) is heard
 
 
 async def test_a_scheduler_that_reads_its_state_from_a_redis_that_hangs_can_be_stopped(tmp_path: Path) -> None:
