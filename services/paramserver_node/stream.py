@@ -15,6 +15,7 @@ from starlette.types import ASGIApp, Message, Scope
 
 from paramserver.wire import http2 as wire
 from paramserver.wire.sink import Destination
+from paramserver_node.log import path_of
 from paramserver_node.pieces import Pieces, after, split
 from paramserver_node.request_head import OF_A_CONNECTION, RequestHead
 
@@ -358,7 +359,7 @@ class Stream:
         try:
             await app(scope, self.receive, self.send)
         except Exception:
-            log.debug("http2.broken path=%s", scope["path"], exc_info=True)  # the app has reported it
+            log.debug("http2.broken path=%s", path_of(scope), exc_info=True)  # the app has reported it
         finally:
             self._ahead.discard(self)
             if not self._cut:

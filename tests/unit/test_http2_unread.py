@@ -122,6 +122,24 @@ async def test_a_request_that_fails_beside_an_answer_in_progress_ends_alone() ->
 
 
 @on_uvloop
+async def test_the_path_of_a_request_that_fails_adds_no_line_to_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    """The path of a request whose app has failed is logged percent-encoded, so a line end in it forges no entry."""
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        raise RuntimeError("it breaks off")
+
+    caplog.set_level("DEBUG", logger="paramserver.node")
+    theirs, transport, connection = await connected(app)
+    with theirs:
+        asked = wire.encoded([(b":method", b"GET"), (b":scheme", b"http"), (b":path", b"/a%0Ab")])
+        await tell(theirs, wire.settings({}) + wire.frame(wire.HEADERS, ENDS, 1, asked))
+        while not connection._newest or connection._running:
+            await asyncio.sleep(0)
+        transport.abort()
+    assert [r.getMessage() for r in caplog.records if "http2.broken" in r.getMessage()] == ["http2.broken path=/a%0Ab"]
+
+
+@on_uvloop
 async def test_pings_whose_answers_nobody_reads_end_their_connection(monkeypatch: pytest.MonkeyPatch) -> None:
     """A client that sends what is answered at once, and reads nothing, is disconnected before much is kept for it."""
     monkeypatch.setattr(read_deadline, "PATIENCE_S", 0.02)
