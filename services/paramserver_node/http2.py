@@ -442,6 +442,11 @@ class Connection(SendLimits, ReceiveLimits, asyncio.BufferedProtocol):
         while not self.writable:  # a task that was woken earlier may have filled the buffer again
             await self._writable.wait()
 
+    @property
+    def unfinished(self) -> tuple[int, int]:
+        """Numbers of the header block and the frame that have begun to arrive, as the scanner has them; or 0."""
+        return self._heads.unfinished, self._scanner.unfinished
+
     def ends(self, number: int) -> bool:
         """Whether the last frame of that request is being received."""
         return self._scanner.ends(number)

@@ -68,21 +68,38 @@ class _Http1(_Counted, Http1):
 
 
 class _Http2(_Counted, Connection):
-    """HTTP/2 with a deadline for the head of the first request; after that, the connection may be idle."""
+    """HTTP/2 with a deadline for the first request, then for what has begun to arrive; between frames it may rest."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Start the timer for the first request."""
         super().connection_made(transport)
-        self._head_timer = self.loop.call_later(HEAD_S, self._head_overdue)
+        self._head_timer: asyncio.TimerHandle | None = None
+        self._await_rest()
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Cancel the timer."""
         super().connection_lost(exc)
-        self._head_timer.cancel()
+        if self._head_timer is not None:
+            self._head_timer.cancel()
 
-    def _head_overdue(self) -> None:
-        if not self._newest:
+    def feed(self, data: memoryview, *, in_place: bool = False) -> None:
+        """Process the next bytes; start the timer if they end in the middle of a header block, or of another frame."""
+        super().feed(data, in_place=in_place)
+        if self._head_timer is None and (self._scanner.unfinished or self._heads.unfinished):
+            self._await_rest()
+
+    def _await_rest(self) -> None:
+        self._head_timer = self.loop.call_later(HEAD_S, self._head_overdue, self.unfinished)
+
+    def _head_overdue(self, begun: tuple[int, int]) -> None:
+        """Disconnect if no request has come, or what had begun to come when the timer was started is not complete."""
+        self._head_timer = None
+        if self.transport.is_closing():
+            return
+        if not self._newest or any([then and then == now for then, now in zip(begun, self.unfinished, strict=True)]):
             self.shutdown()
+        elif any(self.unfinished):
+            self._await_rest()
 
 
 class ProtocolDetector(_Counted, asyncio.Protocol):

@@ -27,6 +27,7 @@ from paramserver_node.protocol_detector import ProtocolDetector
 ASKED = wire.encoded([(b":method", b"GET"), (b":scheme", b"http"), (b":path", b"/")])
 GET = b"GET / HTTP/1.1\r\nhost: x\r\n\r\n"
 HELLO = wire.PREFACE + wire.settings({})
+ONE_REQUEST = HELLO + wire.frame(wire.HEADERS, wire.END_HEADERS | wire.END_STREAM, 1, ASKED)
 WITHIN_S = 20.0
 LARGE_BYTES = 20_000_000
 LONG = b"x: " + bytes(b"y" * (HEADER_BYTES_MAX + 1))
@@ -467,11 +468,17 @@ async def test_requests_that_wait_for_their_turn_are_bounded(asked: bytes) -> No
 
 @pytest.mark.parametrize(
     "begun",
-    [wire.PREFACE, HELLO, HELLO + wire.frame(wire.HEADERS, 0, 1, ASKED[:2])],
-    ids=["preface", "settings", "half a head"],
+    [
+        wire.PREFACE,
+        HELLO,
+        HELLO + wire.frame(wire.HEADERS, 0, 1, ASKED[:2]),
+        ONE_REQUEST + wire.frame(wire.HEADERS, 0, 3, ASKED[:2]),
+        ONE_REQUEST + wire.head(60_000, wire.HEADERS, wire.END_HEADERS, 3),
+    ],
+    ids=["preface", "settings", "half a head", "half a second one", "half a frame"],
 )
-async def test_http2_that_asks_for_nothing_is_not_kept(begun: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An HTTP/2 connection is closed if the head of its first request does not arrive within HEAD_S."""
+async def test_http2_that_does_not_go_on_is_not_kept(begun: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An HTTP/2 connection is closed if its first head, or the rest of a later one, does not arrive within HEAD_S."""
     monkeypatch.setattr(protocol_detector, "HEAD_S", 0.05)
     async with serving() as (client, _):
         await client.send(begun)

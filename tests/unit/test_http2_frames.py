@@ -1,5 +1,6 @@
 """HTTP/2 on the wire: frames, header blocks, and the parsing of request headers."""
 
+import tracemalloc
 from collections.abc import Sequence
 
 import hpack
@@ -126,6 +127,58 @@ def test_only_what_is_short_is_remembered(block: bytes, reads: int) -> None:
     read.clear()
     assert [decoder.decode(block) for _ in range(2)] == [1, reads]
     assert len(set(read)) == 1
+
+
+def test_idle_connections_share_what_they_remember(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Connections keep little of the header blocks that their clients have sent, however many these were."""
+    count, blocks = 20, [[(b"%d" % i, b"x"), *[(b"a", b"b")] * 25] for i in range(64)]
+    of_the_table = [b"\x20" + b"\x90" * (i % 8 + 1) + wire.encoded(headers) for i, headers in enumerate(blocks)]
+    monkeypatch.setattr(wire, "_STATIC_MAX", 64)
+    tracemalloc.start()
+    try:
+        decoders = [HeaderDecoder(1 << 16, list) for _ in range(count)]
+        before, _ = tracemalloc.get_traced_memory()
+        for i, decoder in enumerate(decoders):
+            for headers, other in zip(blocks, of_the_table, strict=True):
+                decoder.decode(wire.encoded([(b"c", b"%d" % i), *headers]))
+                decoder.decode(other)
+        after, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert (after - before) / count < 64 << 10
+
+
+def test_blocks_of_many_connections_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the connections of a process remember together is bounded."""
+    monkeypatch.setattr(wire, "_STATIC_MAX", 10)
+    decoder = HeaderDecoder(1 << 16, list)
+    for i in range(100):
+        decoder.decode(wire.encoded([(b"x", b"%d" % i)]))
+    assert 0 < len(decoder._static) <= 10
+
+
+def test_the_rest_of_a_frame_or_of_a_block_is_awaited_under_its_number() -> None:
+    """A frame, or a header block, that is incomplete has the same number as it grows, and the next one another."""
+    scanner, ping = Scanner(100, 100), wire.frame(wire.PING, 0, 0, bytes(8))
+    numbers = []
+    for piece in (ping[:3], ping[3:8], ping[8:] + ping[:1], ping[1:], ping[:2]):
+        list(scanner.scan(memoryview(piece)))
+        numbers.append(scanner.unfinished)
+    assert numbers[0] == numbers[1] != 0
+    assert numbers[2] not in (0, numbers[1])
+    assert numbers[3] == 0
+    assert numbers[4] not in (0, *numbers[:3])
+
+    heads, block = wire.BlockReader(1 << 16, tuple), memoryview(wire.encoded(ASKED))
+    numbers = []
+    for stream in (1, 3):
+        heads.read(stream, 0, block[:1])
+        numbers.append(heads.unfinished)
+        heads.read(stream, 0, block[1:2])
+        numbers.append(heads.unfinished)
+        heads.read(stream, wire.END_HEADERS, block[2:])
+        assert heads.unfinished == 0
+    assert numbers == [1, 1, 2, 2]
 
 
 def test_headers_that_cannot_be_read_are_refused() -> None:

@@ -8,7 +8,7 @@ table; `hpack` decodes those.
 import struct
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import lru_cache
-from typing import Any, Final, Generic, TypeVar
+from typing import Any, Final, Generic, TypeVar, cast
 
 import hpack
 
@@ -53,10 +53,16 @@ T = TypeVar("T")
 _HEAD: Final = struct.Struct(">HBBBI")
 _SETTING: Final = struct.Struct(">HI")
 _WORD: Final = struct.Struct(">I")
-_KNOWN_MAX: Final = 64
-"""Header blocks cached per connection."""
-_KNOWN_BYTES_MAX: Final = 2048
-"""Largest block that is cached, both encoded and decoded (at RFC 7541's count): connections may be idle for hours."""
+_STATIC: Final[dict[tuple[object, int], dict[bytes, Any]]] = {}
+"""Header blocks that need no table, and what was made of them, by the arguments of their decoders: shared by all
+connections of the process, as there may be 16,384, idle for hours."""
+_STATIC_MAX: Final = 2048
+"""How many of each are cached: 10 MB at most."""
+_KNOWN_MAX: Final = 8
+"""Other blocks cached per connection: 40 KB at most."""
+_KNOWN_BYTES_MAX: Final = 1024
+"""Largest block that is cached, both encoded and decoded (at RFC 7541's count): 30 fields, of 150 bytes each here."""
+_UNKNOWN: Final[Any] = object()
 _STREAM_MASK: Final = (1 << 31) - 1
 _TABLE_BYTES: Final = 4096
 """Initial size of the dynamic tables."""
@@ -163,6 +169,9 @@ class Scanner:
         self._data_bytes_max, self._other_bytes_max = payload_bytes_max, other_bytes_max
         self._rest = b""
         """Bytes of a frame that cannot be interpreted yet."""
+        self.unfinished = 0
+        """The number of the frame that cannot be interpreted yet, which is another for each such frame; or 0."""
+        self._count = 0
         self.due = 0
         """Bytes of the current DATA frame's payload that are still to come."""
         self.due_stream = 0
@@ -195,6 +204,7 @@ class Scanner:
         `due` and `flags` are those of the last frame read; `rest` is the beginning of the next one.
         """
         self.due_stream, self.due, self._flags, self._rest = stream, due, flags & END_STREAM, rest
+        self._note_rest()
 
     def scan(self, data: memoryview) -> Iterator[tuple[int, int, int, memoryview, int]]:
         """Yield (type, flags, stream, payload, bytes that count against the windows) of each frame; raises Http2Error.
@@ -202,6 +212,7 @@ class Scanner:
         The payload of a DATA frame is yielded in the pieces in which it arrives, without padding; the last piece has
         END_STREAM if the frame has.  A payload is valid until the next one is yielded.
         """
+        is_new = not self._rest
         if self._rest:
             data, self._rest = memoryview(self._rest + data), b""
         at, end, self.frames = 0, len(data), 0
@@ -245,6 +256,12 @@ class Scanner:
             if padding or not self.due:
                 yield DATA, 0 if self.due else self._flags, stream, data[at:at], padding
         self._rest = bytes(data[at:])
+        if is_new or at:
+            self._note_rest()
+
+    def _note_rest(self) -> None:
+        self._count += 1
+        self.unfinished = self._count if self._rest else 0
 
 
 def encoded(headers: Iterable[Header]) -> bytes:
@@ -314,15 +331,20 @@ class HeaderDecoder(Generic[T]):
         """`bytes_max` bounds the decoded headers of a block; `read` converts them to what `decode` returns."""
         self._read, self._bytes_max = read, bytes_max
         self._hpack = hpack.Decoder(max_header_list_size=bytes_max)
+        self._static: dict[bytes, T] = _STATIC.setdefault((read, bytes_max), {})
+        """Results by block, of those that need no table."""
         self._known: dict[bytes, T] = {}
         """Results by block, valid while the dynamic table does not change."""
 
     def decode(self, block: bytes) -> T:
         """Return what `read` makes of the headers, an object that may be shared; raises Http2Error."""
-        if block in self._known:
-            return self._known[block]
+        known = self._static.get(block, _UNKNOWN)
+        if known is _UNKNOWN:
+            known = self._known.get(block, _UNKNOWN)
+        if known is not _UNKNOWN:
+            return cast(T, known)
         if (own := decode_static(block, self._bytes_max)) is not None:
-            return self._remembered(block, own, self._read(own))
+            return _remembered(self._static, _STATIC_MAX, block, own, self._read(own))
         table = self._hpack.header_table
         size, newest = table.maxsize, _newest(table)
         try:
@@ -331,16 +353,18 @@ class HeaderDecoder(Generic[T]):
             raise Http2Error(COMPRESSION_ERROR, f"the header block cannot be decoded: {e!s:.80}") from None
         result = self._read(headers)
         if table.maxsize == size and _newest(table) is newest:
-            return self._remembered(block, headers, result)
+            return _remembered(self._known, _KNOWN_MAX, block, headers, result)
         self._known.clear()
         return result
 
-    def _remembered(self, block: bytes, headers: Sequence[Header], result: T) -> T:
-        if max(len(block), sum(len(n) + len(v) + 32 for n, v in headers)) <= _KNOWN_BYTES_MAX:
-            if len(self._known) == _KNOWN_MAX:
-                self._known.clear()
-            self._known[block] = result
-        return result
+
+def _remembered(known: dict[bytes, T], count_max: int, block: bytes, headers: Sequence[Header], result: T) -> T:
+    """Note the result of a block unless that is long; returns it."""
+    if max(len(block), sum(len(n) + len(v) + 32 for n, v in headers)) <= _KNOWN_BYTES_MAX:
+        if len(known) >= count_max:
+            known.clear()
+        known[block] = result
+    return result
 
 
 class BlockReader(Generic[T]):
@@ -351,6 +375,9 @@ class BlockReader(Generic[T]):
         self._bytes_max, self._decoder = bytes_max, HeaderDecoder(bytes_max, read)
         self._begun: tuple[int, int, bytearray] | None = None
         """An incomplete block: its stream, its flags, and what has arrived of it."""
+        self.unfinished = 0
+        """The number of the block that is incomplete, which is another for each such block; or 0."""
+        self._count = 0
 
     def check(self, kind: int) -> None:
         """Raise Http2Error unless the next frame may be of this kind: CONTINUATION while a block is incomplete."""
@@ -373,9 +400,11 @@ class BlockReader(Generic[T]):
         if len(block) > self._bytes_max:
             raise Http2Error(ENHANCE_YOUR_CALM, "headers that are too long")
         if not flags & END_HEADERS:
-            self._begun = (stream, flags, block)
+            if self._begun is None:
+                self._count += 1
+            self._begun, self.unfinished = (stream, flags, block), self._count
             return None
-        self._begun = None
+        self._begun, self.unfinished = None, 0
         return self._decoder.decode(bytes(block)), bool(flags & END_STREAM)
 
 
