@@ -29,6 +29,7 @@ from paramserver_shard.names import NameService
 from paramserver_shard.receiving import FrameReader
 from paramserver_shard.runtime import Runtime
 from paramserver_shard.telemetry import Telemetry
+from paramserver_shard.unsent import UnsentValues
 
 ALL_METHODS: Final = ["GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"]
 
@@ -46,6 +47,7 @@ class Services:
     reader: FrameReader
     forwarder: Forwarder
     telemetry: Telemetry
+    unsent: UnsentValues
     lending: Lending | None
     """None: no memory is shared with clients."""
     access: Access | LocalOnly | None
@@ -69,7 +71,7 @@ def make_app(services: Services) -> FastAPI:
     app.add_middleware(InFlightMiddleware, in_flight=in_flight)
     app.add_middleware(NodeMiddleware, guard=guarded)
     for path, endpoint in (("/push", Push), ("/pull", Pull), ("/pushpull", PushPull)):
-        asgi = endpoint(serving, s.reader, s.frames, s.names, s.telemetry)
+        asgi = endpoint(serving, s.reader, s.frames, s.names, s.telemetry, s.unsent)
         route = Route(path, asgi, methods=["POST"], include_in_schema=False)
         app.router.routes.append(route)
         short["POST", path] = NodeMiddleware(InFlightMiddleware(_routed(route), in_flight), guarded)

@@ -23,6 +23,7 @@ from paramserver_node.middleware import omit_request_id
 from paramserver_node.race import while_there
 from paramserver_node.stream import BODY, TRANSFER_BYTES_MIN, BodyTransfer
 from paramserver_shard.arriving import Arriving
+from paramserver_shard.buffers import SMALL_BYTES
 from paramserver_shard.frames import FrameBody, FrameService, push_reply
 from paramserver_shard.inflight import account, counted
 from paramserver_shard.names import NameService, after_push, push_document
@@ -30,6 +31,7 @@ from paramserver_shard.receiving import Body, FrameReader
 from paramserver_shard.responses import check_of, messages, respond
 from paramserver_shard.serving import Serving
 from paramserver_shard.telemetry import Telemetry, frame_lag, name_lag
+from paramserver_shard.unsent import UnsentValues
 
 T = TypeVar("T")
 
@@ -49,12 +51,14 @@ class _Endpoint:
         frames: FrameService,
         names: NameService,
         telemetry: Telemetry,
+        unsent: UnsentValues,
     ) -> None:
         self.check_serving = serving.check
         self._reader = reader
         self._frames = frames
         self._names = names
         self._telemetry = telemetry
+        self._unsent = unsent
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         began_s = self._telemetry.clock()
@@ -92,6 +96,15 @@ class _Endpoint:
     async def by_name(self, request: Request, body: Any, began_s: float) -> Response:
         """Answer a JSON or msgpack body."""
         raise NotImplementedError
+
+    async def _send_values(self, scope: Scope, send: Send, answer: FrameBody) -> None:
+        if answer.body_bytes < SMALL_BYTES:  # copied: it may be an element of each of a thousand partitions
+            whole = answer.take()
+            await send(_start(200, len(whole)))
+            await send({"type": "http.response.body", "body": whole})
+            return
+        with self._unsent.holding(answer):
+            await _send_body(scope, send, answer)
 
     def _accepted(self, scope: Scope, arriving: Arriving, began_s: float) -> Callable[[PushDone], None]:
         """Return a callback that counts the push once it is accepted, before any wait for its commit.
@@ -181,7 +194,9 @@ class Pull(_Endpoint):
         frame = await self._reader.read(scope, receive, PullFrame, _prepare_pull)
         answer = await _while_there(receive, frame.wait_s, self._frames.pull(frame, account(scope).grow))
         self.recheck_serving()
-        await _send_body(scope, send, answer)
+        if answer.body_bytes >= SMALL_BYTES:
+            self._unsent.check()  # only now: pulls that waited for one version each would keep them all
+        await self._send_values(scope, send, answer)
         self._telemetry.pulled(frame.model, 0 if frame.forwarded else answer.values_bytes, began_s)
 
     async def by_name(self, request: Request, body: Any, began_s: float) -> Response:
@@ -197,10 +212,11 @@ class PushPull(_Pushing):
 
     async def by_frame(self, scope: Scope, receive: Receive, send: Send, began_s: float) -> None:
         arriving = await self._read_frame(scope, receive)
+        self._unsent.check()  # before the push, which would have been accepted otherwise
         accepted = self._accepted(scope, arriving, began_s)
         answer = await self._frames.pushpull(arriving, accepted, account(scope).grow)
         self.recheck_serving()
-        await _send_body(scope, send, answer)
+        await self._send_values(scope, send, answer)
         self._telemetry.pulled(arriving.frame.model, answer.values_bytes, began_s)
 
     async def by_name(self, request: Request, body: Any, began_s: float) -> Response:

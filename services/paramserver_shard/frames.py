@@ -331,13 +331,18 @@ class FrameBody:
         self._known = known
         self._dtype = dtype
         self._timeline = timeline
-        self._parts = parts
-        self.pieces: Final = [piece for part in parts for piece in part.pieces]
+        self.parts = parts
+        self.pieces = [piece for part in parts for piece in part.pieces]
         """The values of all parts, in order."""
         self.values_bytes: Final = ITEMSIZE[dtype] * sum([piece.size for piece in self.pieces])
         """Bytes of the values, sent or lent."""
         self.lease: Lease | None = None
         """If set, the values are lent instead of sent."""
+
+    @property
+    def model(self) -> ModelKey:
+        """The model whose values these are."""
+        return self._known.key
 
     def header(self) -> bytes:
         """Encode the frame up to its body."""
@@ -345,14 +350,20 @@ class FrameBody:
             model=self._known.key.name,
             generation=self._known.key.generation,
             timeline=self._timeline,
-            version=min([p.version for p in self._parts], default=0),
-            incarnation=max([p.incarnation for p in self._parts], default=0),
+            version=min([p.version for p in self.parts], default=0),
+            incarnation=max([p.incarnation for p in self.parts], default=0),
             dtype=self._dtype,
-            parts=tuple([(p.partition, p.version, p.incarnation) for p in self._parts]),
+            parts=tuple([(p.partition, p.version, p.incarnation) for p in self.parts]),
             push=self.push,
             lease=self.lease,
         )
         return encode_header(reply)
+
+    def take(self) -> bytes:
+        """Return the whole frame, and forget the values, so that this keeps no version of them in memory."""
+        whole = b"".join(self.chunks(self.header()))
+        self.parts, self.pieces = (), []
+        return whole
 
     @property
     def zero_copy(self) -> bool:

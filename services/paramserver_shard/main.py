@@ -50,6 +50,7 @@ from paramserver_shard.shared_folder import SharedFolder
 from paramserver_shard.snapshot_store import SnapshotStore
 from paramserver_shard.stopping import GRACE_S, Stopping
 from paramserver_shard.telemetry import Telemetry, show
+from paramserver_shard.unsent import UnsentValues
 
 log = logging.getLogger("paramserver.shard")
 
@@ -152,10 +153,13 @@ def assemble(
     core = ShardCore(check_part, min(STAGED_BYTES_MAX, memory.limit_bytes // 2))
     runtime = Runtime(core, directory, pool, store, Journal(bulk_redis, scripts), group)
     show(runtime, (pool, slots), memory.limit_bytes)
+    unsent = UnsentValues(core.present, memory.limit_bytes)
+    runtime.on_superseded.append(unsent.superseded)
     membership = Membership(name, addresses, link, redis, directory, runtime, telemetry, memory, clocks)
     runtime.scheduler, runtime.on_values_kept = membership, telemetry.values_kept
     if folder is not None and lending is not None:
-        membership.serving.on_changed, runtime.on_superseded = folder.board.set_serving_window, lending.clear_superseded
+        membership.serving.on_changed = folder.board.set_serving_window
+        runtime.on_superseded.append(lending.clear_superseded)
     models = Models(directory, link)
     peers = PeerClient(pool, own_credentials)
     exchange = Exchange(directory, runtime, peers)
@@ -164,7 +168,7 @@ def assemble(
     arrays = ArrayService(models, exchange, names, link)
     reader, forwarder = FrameReader(pool), Forwarder(own_credentials, stop)
     services = Services(
-        membership, runtime, models, frames, names, arrays, reader, forwarder, telemetry, lending, access
+        membership, runtime, models, frames, names, arrays, reader, forwarder, telemetry, unsent, lending, access
     )
     return Shard(services, peers, redis, bulk_redis, folder)
 

@@ -108,7 +108,7 @@ class Runtime:
         self.pool = pool
         self.scheduler: Scheduler
         """Set before the first event."""
-        self.on_superseded: Callable[[Sequence[PartitionState]], None] = lambda _: None
+        self.on_superseded: list[Callable[[Sequence[PartitionState]], None]] = []
         """Called with values that pulls no longer return, before any reply announces their successors."""
         self.on_values_kept: Callable[[str], None] = lambda _: None
         """Called with a model's name when the result of a commit or flush of a partition was not finite."""
@@ -194,7 +194,8 @@ class Runtime:
             while self._events:
                 effects = self.core.handle(self._events.popleft(), self._loop.time())
                 if self.core.superseded:
-                    self.on_superseded(self.core.superseded)
+                    for note in self.on_superseded:
+                        note(self.core.superseded)
                     self.core.superseded.clear()  # drops the references, which frees their memory
                 for effect in effects:
                     if isinstance(effect, Apply):

@@ -18,8 +18,10 @@ from tests.refusals import refused_with
 from tests.waiting import eventually
 
 from paramserver.codecs.stage import pack
+from paramserver.core.ranges import of_pairs
 from paramserver.errors import Unavailable
 from paramserver.limits import CLIENT_REQUESTS_MAX, MIB
+from paramserver.wire import http2
 from paramserver.wire.frame import MEDIA_TYPE, PullFrame, PushFrame, PushPart, encode_header
 from paramserver_shard.inflight import MEMORY_SHARE, InFlight
 
@@ -374,3 +376,55 @@ def test_pushes_that_wait_for_their_commit_leave_room_for_the_one_it_needs(pair:
             eventually(taken, what="the push")
         assert [a.result().status_code for a in answers] == [200] * workers
     pair.call("DELETE", f"/models/{name}")
+
+
+@pytest.mark.process
+def test_pulls_that_nobody_reads_keep_few_versions(cluster: Nodes) -> None:
+    """Versions that unread answers by frame keep take half of the shard's memory: then such pulls get 503.
+
+    Others go on, and once the answers are gone, so does a pull by frame.
+    """
+    size = 16 * MIB
+    name, big = made(cluster), made(cluster, size // 4, partitions=1)
+    url = f"http://127.0.0.1:{cluster.shard_ports['shard-0']}"
+    frame = encode_header(PullFrame([(0, of_pairs([(0, MIB // 4)]))], model=big))
+    kind = {"content-type": MEDIA_TYPE}
+    head = [(":method", "POST"), (":scheme", "http"), (":authority", "x"), (":path", "/pull"), *kind.items()]
+    block = http2.encoded([(k.encode(), v.encode()) for k, v in head])
+    lent, most = "paramserver_buffer_lent_bytes", MEMORY // 2 + 8 * size
+
+    def pulled() -> httpx.Response:
+        while (answer := httpx.post(f"{url}/pull", content=frame, headers=kind, timeout=60)).status_code == 503:
+            if answer.json()["code"] not in STOOD_STILL:  # as in `served`
+                break
+        return answer
+
+    def replaced() -> None:
+        body = {"model": big, "grads": {"w": [1.0]}, "ranges": {"w": [[0, 1]]}}
+        while (answer := httpx.post(f"{url}/push", json=body, timeout=60)).status_code == 503:
+            assert answer.json()["code"] in STOOD_STILL
+
+    def gauge(metric: str) -> float:
+        text = httpx.get(f"{url}/metrics", timeout=60).text
+        return float(next(line for line in text.splitlines() if line.startswith(f"{metric} ")).split()[1])
+
+    replaced()
+    hello = http2.PREFACE + http2.settings({http2.INITIAL_WINDOW_SIZE: 0})
+    with closing(connection(cluster, hello)) as unread:
+        for stream in range(1, 2 * 200, 2):
+            unread.sendall(
+                http2.frame(http2.HEADERS, http2.END_HEADERS, stream, block)
+                + http2.frame(http2.DATA, http2.END_STREAM, stream, frame)
+            )
+            replaced()
+            if (answer := pulled()).status_code == 503:
+                break
+        assert answer.status_code == 503, "what is unread takes ever more memory"
+        assert answer.json()["code"] == "queue_full"
+        assert "retry-after" in answer.headers
+        for _ in range(20):
+            replaced()
+        assert gauge(lent) < most
+        served(cluster, name, 20)
+    eventually(lambda: pulled().status_code == 200, within_s=60, what="pulls, once the answers are gone")
+    cluster.call("DELETE", f"/models/{big}")

@@ -156,7 +156,7 @@ async def test_a_large_answer_in_msgpack_keeps_nobody_waiting(monkeypatch: pytes
 
     monkeypatch.setattr(responses, "from_f32", slow)
     nothing: Any = SimpleNamespace(check=None, clock=None, pulled=lambda *_: None)
-    route = Pull(nothing, nothing, nothing, cast(Any, SimpleNamespace(pull=pull)), nothing)
+    route = Pull(nothing, nothing, nothing, cast(Any, SimpleNamespace(pull=pull)), nothing, nothing)
     accepts = [(b"accept", b"application/msgpack")]
     state = {"account": InFlight(1 << 30).request("a")}
     request = Request({"type": "http", "method": "POST", "path": "/pull", "headers": accepts, "state": state})

@@ -18,6 +18,7 @@ from paramserver_shard.endpoints import Pull, Push, PushPull
 from paramserver_shard.inflight import InFlight, InFlightMiddleware
 from paramserver_shard.names import after_push
 from paramserver_shard.telemetry import Telemetry
+from paramserver_shard.unsent import UnsentValues
 
 DONE = PushDone(ModelKey("m", 1), 0, "applied", False, ())
 FRAME = encode_header(PushFrame("m", [PushPart(0, None, None)]))
@@ -61,12 +62,14 @@ class Shard:
         names: Any = SimpleNamespace(push=self.work, pushpull=self.work, pull=self.pulled)
         frames: Any = SimpleNamespace(push=self.frame_work, lease_after=lambda *_: None, prepare_push=None)
         reader: Any = SimpleNamespace(read=self.read)
-        app, asked = FastAPI(), Telemetry(time.monotonic, ())
+        app, asked, unsent = FastAPI(), Telemetry(time.monotonic, ()), UnsentValues(lambda *_: None, 1 << 30)
         problems.install(app)
         app.add_middleware(InFlightMiddleware, in_flight=InFlight(1 << 30))
         for route, endpoint in (("/push", Push), ("/pushpull", PushPull), ("/pull", Pull)):
             here: Any = self
-            app.router.routes.append(Route(route, endpoint(here, reader, frames, names, asked), methods=["POST"]))
+            app.router.routes.append(
+                Route(route, endpoint(here, reader, frames, names, asked, unsent), methods=["POST"])
+            )
         transport = httpx.ASGITransport(app, raise_app_exceptions=False)
         async with httpx.AsyncClient(transport=transport, base_url="http://shard") as http:
             answer = await http.post(path, content=body, headers={"content-type": kind})
