@@ -188,6 +188,7 @@ class WorkerBeat(Answer):
     """What a worker is told with each heartbeat."""
 
     state: Literal["active", "draining", "paused", "stop"] = _of("active", "what it is asked to be")
+    clock: int = _of(6, "what counts as its clock: higher than it said if it did an iteration while it rested")
     min_clock: int = _of(5, "the lowest clock of the live workers")
     timeline: int = _of(0)
     evaluate: bool = _of(False, "an evaluation waits for a worker")

@@ -1,6 +1,7 @@
 """A scripted node for tests of a worker's session, without I/O."""
 
 import json
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -112,7 +113,7 @@ def deadline() -> Deadline:
     return Deadline.after(30.0)
 
 
-def opened(node: Node) -> Session:
+def opened(node: Callable[[Request], Outcome]) -> Session:
     """Return the session of a worker that has joined at the node."""
     session = Session(Cluster(("http://given:1",)), "m", None, None, 30.0)
     drive(session.join(deadline()), node)

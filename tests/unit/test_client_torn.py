@@ -230,15 +230,16 @@ def test_nothing_is_added_to_an_iteration_whose_commit_came_with_its_push() -> N
         drive(session.push(GRAD, deadline()), node)
 
 
+@pytest.mark.parametrize("mode", ["sync", "ssp", "async", "buffered"])
 @pytest.mark.parametrize(("clock", "pushed", "since"), [(1, False, 1), (1, True, 0), (2, True, 2)])
-def test_a_worker_that_skips_clocks_counts_from_there(clock: int, pushed: bool, since: int) -> None:
+def test_a_worker_that_skips_clocks_counts_from_there(mode: str, clock: int, pushed: bool, since: int) -> None:
     """A worker that waited for data counts from the clock that comes with it; what it had pushed before that counts.
 
     If it said that it has left none out, a mean would be divided by a contribution that was never pushed.
     """
-    session = opened(Node())
+    node, session = joined(mode)
     if pushed:
-        drive(session.push(GRAD, deadline()), Node())
+        drive(session.push(GRAD, deadline()), node)
     session.catch_up(clock, 1, 0)
 
     assert (session.clock, session.since) == (clock, since)
@@ -248,6 +249,19 @@ def test_a_worker_that_skips_clocks_counts_from_there(clock: int, pushed: bool, 
     assert session.clock == clock
     session.catch_up(clock + 1, 1, 0)
     assert session.since == clock + 1
+
+
+@pytest.mark.parametrize(("mode", "clock"), [("async", 9), ("buffered", 9), ("ssp", 7), ("sync", 7)])
+def test_a_heartbeat_tells_the_clock_where_reports_have_no_answer(mode: str, clock: int) -> None:
+    """In async and buffered, where a worker asks nobody for the next clock, it takes a higher one from a heartbeat."""
+    node = Node(mode)
+    node.clock = 7
+    session = opened(node)
+    node.clock = 9
+
+    drive(session.beat(deadline()), node)
+
+    assert (session.clock, session.since) == (clock, clock)
 
 
 @pytest.mark.parametrize(("mode", "asks"), [("sync", [7, 9, 3]), ("async", [0, 0, 0])])

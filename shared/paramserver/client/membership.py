@@ -84,6 +84,8 @@ class Membership:
         """Iterations finished, which is also the number of the current one."""
         self.since = 0
         """The clock from which on this worker has skipped none."""
+        self.pushed: tuple[int, int] | None = None
+        """(epoch, timeline) of the current iteration's last accepted push; `session.NOTHING`: none of them counts."""
         self.mode = "async"
         self.status = "active"
         """What the scheduler asks for: `active`, `paused`, `draining` or `stop`."""
@@ -197,10 +199,31 @@ class Membership:
         if state is not None and doc.get("state_kept", True):  # else it is sent again: that leader alone may know it
             self.reports.mark_sent(state)
         self._adopt(doc)
+        if self.mode not in ("sync", "ssp"):  # there the answer to a report of the clock tells it
+            self.catch_up(int(doc.get("clock") or 0), epoch, timeline)
         now = deadline.clock()
         if doc.get("settings_tag", self._settings_tag) != self._settings_tag or now >= self._map_due_s:
             self._map_due_s = now + MAP_AGE_S
             yield from self.refresh_mode(deadline, last=last)
+
+    def catch_up(self, clock: int, epoch: int, timeline: int) -> None:
+        """Adopt the clock that the model reached while this worker held nobody up, unless epoch or timeline changed.
+
+        Reports of lower ones would say nothing new, so in async and buffered the model's clock would stand still.
+        """
+        with self._lock:
+            now = self.numbers.epoch, self.timeline
+            if now == (epoch, timeline) and clock > self.clock:
+                took_part, self.pushed = self.pushed == now, None
+                self._set_clock(clock, took_part=took_part)
+                if self.mode == "sync":
+                    self._min_clock = max(self._min_clock, clock)
+
+    def _set_clock(self, clock: int, *, took_part: bool = True) -> None:
+        """Set the clock, after the worker took part in the present one or not; `since` starts anew if it skips any."""
+        if clock > self.clock + took_part:
+            self.since = clock
+        self.clock = clock
 
     def _beat(self, body: Mapping[str, Any], fields: dict[str, Any], deadline: Deadline) -> Call[Any]:
         """Send a heartbeat and return its answer.

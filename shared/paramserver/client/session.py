@@ -50,8 +50,6 @@ class Session(Membership):
         """How gradients are sent unless a push says otherwise."""
         self._pulled: tuple[int, int, int] | None = None
         """(epoch, timeline, model generation) of the values that gradients are currently computed from."""
-        self.pushed: tuple[int, int] | None = None
-        """(epoch, timeline) of the current iteration's last accepted push; `NOTHING`: none of its pushes counts."""
         self._ending: Final = Turn()
         """Of the call that is ending the current iteration."""
         self.reported: tuple[int, int, int] | None = None
@@ -409,21 +407,6 @@ class Session(Membership):
             if (self.numbers.epoch, self.timeline) == (epoch, timeline):
                 self._set_clock(self.clock + 1 if clock is None else clock)
                 self._min_clock = max(self._min_clock, min_clock)
-
-    def catch_up(self, clock: int, epoch: int, timeline: int) -> None:
-        """Adopt the clock that the model reached while this worker held nobody up, unless epoch or timeline changed."""
-        with self._lock:
-            now = self.numbers.epoch, self.timeline
-            if self.mode in ("sync", "ssp") and now == (epoch, timeline) and clock > self.clock:
-                took_part, self.pushed = self.pushed == now, None
-                self._set_clock(clock, took_part=took_part)
-                self._min_clock = max(self._min_clock, clock)
-
-    def _set_clock(self, clock: int, *, took_part: bool = True) -> None:
-        """Set the clock, after the worker took part in the present one or not; `since` starts anew if it skips any."""
-        if clock > self.clock + took_part:
-            self.since = clock
-        self.clock = clock
 
     def _is_obsolete(self, epoch: int, timeline: int, generation: int) -> bool:
         """Whether the gradient at hand is obsolete.

@@ -171,7 +171,7 @@ class SimWorker(SimClient):
                     return False
                 if (task := leased["task"]) is None:
                     break
-                if sync and leased["timeline"] == timeline and leased["clock"] > clock:
+                if leased["timeline"] == timeline and leased["clock"] > clock:
                     since = clock = int(leased["clock"])  # the others have not waited for this one meanwhile
                     beating.at = clock, timeline, since
             self.seq += 1

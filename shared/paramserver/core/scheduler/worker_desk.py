@@ -197,6 +197,7 @@ class WorkerDesk:
             asked = "paused"  # the end of its run may not be stored, and a heartbeat must be answered all the same
         body = {
             "state": asked,
+            "clock": worker.done,
             "min_clock": model.gate.min_clock(model.roster),
             "timeline": worker.timeline,
             "evaluate": model.awaits_evaluation,

@@ -31,8 +31,9 @@ class JoinWorker(Struct, frozen=True):
 class WorkerHeartbeat(Struct, frozen=True):
     """PUT /models/{m}/workers/{w}.
 
-    Answer {"state":"active"|"draining"|"paused"|"stop","min_clock","timeline","evaluate","first","state_kept",
-    "settings_tag"}: `evaluate` says that an evaluation task is waiting, `first` is as in the answer to a join,
+    Answer {"state":"active"|"draining"|"paused"|"stop","clock","min_clock","timeline","evaluate","first",
+    "state_kept","settings_tag"}: `clock` is what counts as the worker's, above the one it sent if it did an iteration
+    while it rested, `evaluate` says that an evaluation task is waiting, `first` is as in the answer to a join,
     `state_kept` is false if the state may not be stored yet, because it is new or nothing can be stored: it is to be
     sent again, and `settings_tag` is the document's.  `stop` is told once the end of the run is stored; while nothing
     can be stored, it is `paused`.  Errors: 409 `fenced`, or `rolled_back` (members timeline and clock).
