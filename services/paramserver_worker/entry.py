@@ -3,17 +3,22 @@
 import importlib
 import os
 import sys
+import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from inspect import isasyncgenfunction, iscoroutinefunction, isgeneratorfunction
-from typing import Any
+from typing import Any, Final
 
 import paramserver as ps
+from paramserver import limits
 from paramserver.core.scheduler.runs import is_allowed
-from paramserver.errors import problem
+from paramserver.errors import ConflictError, problem
 
 Entry = Callable[..., Any]
+RANK_WAIT_S: Final = limits.LEASE_S + 1.0
+"""How long a place waits for its rank, which a worker that was killed has until its lease ends."""
+RANK_POLL_S: Final = 0.5
 
 
 def load(entry: str, prefixes: Sequence[str]) -> Entry:
@@ -54,13 +59,31 @@ def load(entry: str, prefixes: Sequence[str]) -> Entry:
 def run(client: ps.Client, function: Entry, args: Mapping[str, Any], *, model: str, place: Mapping[str, Any]) -> None:
     """Join `model` as a worker, call `function(worker, **args)`, leave.
 
-    `place` is the run's document with `worker` (the id to join under) and `rank`; empty outside a run. Raises whatever
-    the function raises. A child that the function forks ends where it leaves the function.
+    `place` is the run's document with `worker` (the id to join under), `rank` and `workers`; empty outside a run.
+    Raises whatever the function raises, and ConflictError (`conflict`) if a worker from outside the run keeps the rank.
+    A child that the function forks ends where it leaves the function.
     """
-    worker = client.model(model).worker(place.get("worker"), rank=place.get("rank"))
-    worker.run = place or None
-    with worker, _child_ends():
-        function(worker, **args)
+    with ExitStack() as stack:
+        worker = _join(stack, client.model(model), place)
+        with _child_ends():
+            function(worker, **args)
+
+
+def _join(stack: ExitStack, model: ps.Model, place: Mapping[str, Any]) -> ps.Worker:
+    """Return the worker of a place, which leaves as `stack` ends; see `run`."""
+    ends_s = time.monotonic() + RANK_WAIT_S
+    while True:
+        worker = model.worker(place.get("worker"), rank=place.get("rank"))
+        worker.run = place or None
+        try:
+            return stack.enter_context(worker)
+        except ConflictError as e:
+            if e.members.get("where") != "rank":
+                raise
+            if time.monotonic() >= ends_s:
+                hint = f"that worker is in no run: end it, or give it a rank of at least {place['workers']}"
+                raise e.with_detail(e.detail, hint) from None
+        time.sleep(RANK_POLL_S)
 
 
 @contextmanager

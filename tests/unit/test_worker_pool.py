@@ -7,16 +7,20 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
-from types import FrameType
+from types import FrameType, SimpleNamespace
 from typing import Any
 
 import pytest
 
+import paramserver as ps
 from paramserver import limits
 from paramserver.errors import AuthError, FencedError, problem
 from paramserver_node.unwind import ENDING, Terminated
 from paramserver_worker import entry, pool
 from paramserver_worker.pool import PoolMember
+
+from .session_node import Node, no
+from .sharding import Now, answered
 
 
 class Over(Exception):
@@ -408,3 +412,50 @@ def test_the_handlers_of_a_function_go_with_it(monkeypatch: pytest.MonkeyPatch, 
     with pytest.raises(Over):
         PoolMember(scheduler, "w", ["json"]).work()
     assert signal.getsignal(number) == before
+
+
+class OccupiedScheduler:
+    """Gives out one place, whose rank another worker has while so many workers try to join with it."""
+
+    def __init__(self, refusals: int) -> None:
+        node = Node()
+        node.script["/models/m/workers"] = [no("conflict", where="rank")] * refusals
+        self.client: Any = answered(ps.Client, node)
+        self.client.transport = SimpleNamespace(run=lambda call, _=None: self.client.run(call))
+        self.model, self.joins = self.client.model, lambda: len(node.bodies("/models/m/workers"))
+        self.reports: list[str | None] = []
+
+    def request(self, _: str, path: str, body: Any = None, **__: Any) -> dict[str, Any]:
+        if path == "/pool":
+            return {"member": "w", "epoch": 1}
+        if path.startswith("/runs/"):
+            self.reports.append(body["error"])
+            raise Over
+        place = {"id": "r", "place": 1, "entry": "json:dumps", "model": "m", "worker": "r/w1", "rank": 1, "workers": 2}
+        return {"state": "assigned", "run": place}
+
+
+@pytest.mark.parametrize("lasts", [False, True])
+def test_a_rank_that_a_killed_worker_still_has_is_waited_for(lasts: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A place whose rank is another worker's waits for as long as a lease, then says who is to give way, and how.
+
+    Four joins refused in as many seconds failed the run, with the hint to join without a rank.
+    """
+    scheduler: Any = OccupiedScheduler(1000 if lasts else 2)
+    now, calls = Now(), list[str]()
+    began_s = now.s
+
+    def pause(seconds: float) -> None:
+        now.s += seconds
+
+    monkeypatch.setattr(entry, "time", SimpleNamespace(monotonic=now, sleep=pause))
+    monkeypatch.setattr(entry, "load", lambda *_: lambda worker: calls.append(worker.name))
+    with pytest.raises(Over):
+        PoolMember(scheduler, "w", ["json"]).work()
+
+    (error,) = scheduler.reports
+    if lasts:
+        assert "that worker is in no run: end it, or give it a rank of at least 2" in error
+        assert (now.s - began_s >= entry.RANK_WAIT_S, calls) == (True, [])
+    else:
+        assert (error, scheduler.joins(), calls) == (None, 3, ["m/w0"])

@@ -293,7 +293,8 @@ class Roster:
         taken = {w.rank: w.name for w in self if w.alive and w.name != name}
         if wanted is not None:
             if wanted in taken:
-                raise problem("conflict", f"rank {wanted} belongs to worker '{taken[wanted]}'", hint="omit `rank`")
+                detail = f"rank {wanted} belongs to worker '{taken[wanted]}'"
+                raise problem("conflict", detail, hint="omit `rank`", where="rank")
             return wanted
         old = self.workers.get(name)
         if old is not None and old.rank not in taken:
