@@ -64,6 +64,16 @@ def test_parameters_that_cannot_be_trained_come_with_a_remedy() -> None:
     assert "named_parameters()" in said.hint
 
 
+def test_tensors_that_get_no_gradients_are_refused() -> None:
+    """The tensors of a `state_dict()` need no gradient: the model would be frozen, and train without a word."""
+    net = nn.Linear(3, 2)
+    for frozen in (net.state_dict(), list(net.state_dict().items())):
+        said = refused(frozen)
+        assert (said.code, said.hint) == ("invalid_field", "pass the module, or net.named_parameters()")
+    assert list(named_parameters(net.state_dict(keep_vars=True))) == ["weight", "bias"]
+    assert list(named_parameters(net.requires_grad_(False))) == ["weight", "bias"]
+
+
 def test_empty_parameters_are_left_out() -> None:
     """A parameter without elements is no part of the model: there is nothing to train."""
     net = {"none": nn.Parameter(torch.zeros(0, 4)), "w": nn.Parameter(torch.ones(2))}

@@ -26,13 +26,14 @@ _WRAPPERS: Final = ("module.", "_orig_mod.")
 def named_parameters(net: Any) -> dict[str, Tensor]:
     """Return the parameters by name of a module, a mapping, or what `named_parameters()` returned, but empty ones.
 
-    Raises RequestError (`invalid_field`) if there are none, they have no names, hold no values yet, or are neither on
-    CPU nor CUDA, (`invalid_dtype`) for dtypes that a model cannot have, such as integers.
+    Raises RequestError (`invalid_field`) if there are none, they have no names, hold no values yet, are neither on CPU
+    nor CUDA, or, but of a module, none requires a gradient, (`invalid_dtype`) for dtypes that a model cannot have, such
+    as integers.
     """
     if isinstance(net, torch.nn.Module):
         return _checked(dict(net.named_parameters()))
     if isinstance(net, Mapping):
-        return _checked(dict(net))
+        return _trained(_checked(dict(net)))
     found = list(net) if isinstance(net, Iterable) else [net]
     if found and all(isinstance(f, Mapping) for f in found):
         raise problem(
@@ -47,7 +48,14 @@ def named_parameters(net: Any) -> dict[str, Tensor]:
             "net.parameters() has no names, but the cluster identifies parameters by name",
             hint="ParameterServerOptimizer(net, ...) or ParameterServerOptimizer(net.named_parameters(), ...)",
         )
-    return _checked(dict(found))
+    return _trained(_checked(dict(found)))
+
+
+def _trained(params: dict[str, Tensor]) -> dict[str, Tensor]:
+    if not any(p.requires_grad for p in params.values()):
+        detail = "no tensor that was passed requires a gradient, so nothing would be trained"
+        raise problem("invalid_field", detail, hint="pass the module, or net.named_parameters()")
+    return params
 
 
 def _checked(params: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -62,7 +62,8 @@ class ParameterServerOptimizer(torch.optim.Optimizer):
         model: a `ps.Model`; a model's URL (`http://localhost:8700/models/demo`); a model's name, at PARAMSERVER_URL; or
             a `ps.Worker` that has joined, such as the one passed to the functions of a run.
         optimizer: used to create the model if it does not exist, e.g. `ps.Adam(lr=1e-3)`.  For an existing model it
-            only sets the initial `param_groups[0]["lr"]`; if the model's optimizer is another one, the log says so.
+            only sets `param_groups[0]["lr"]`, which the first step of the live worker of the lowest rank sends to the
+            cluster; if the model's optimizer is another one, the log says so.
         create: whether to create a missing model, with the module's shapes and values.  Of several workers, one
             uploads its values and the others start from them.
         consistency: consistency of a model created here (None: async); if an existing one's differs, the log says so.
