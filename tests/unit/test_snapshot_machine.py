@@ -161,8 +161,9 @@ class Snapshots(RuleBasedStateMachine):
                 self.suspended ^= {p.key}
                 self.failed_at.pop(p.key, None)
                 self.owed_cuts.pop(p.key, None)
-                if not p.mark.waiting and not any(w.fsync and w.capture.key == p.key for w in self.writing):
-                    self.unsynced.pop(p.key, None)
+                if not p.mark.waiting and self.unsynced.pop(p.key, 0):  # but for what is under way
+                    under_way = (w.capture for w in self.writing if w.fsync)
+                    self.unsynced |= {c.key: c.lsn for c in under_way if c.key == p.key}
         while self.driver.pending:
             store = self.driver.pending[0]
             if not isinstance(store, StoreSnapshot):
