@@ -47,7 +47,7 @@ def answer_headers(*names: str) -> dict[str, Any]:
     return {name: _ANSWER_HEADERS.get(name, {"schema": _TEXT}) for name in names}
 
 
-REFUSED: Final[dict[str, Any]] = {
+_REFUSED: Final[dict[str, Any]] = {
     "description": "A problem document (RFC 9457) with a stable `code`",
     "headers": answer_headers("Retry-After"),
     "content": {"application/problem+json": {"schema": {"$ref": "#/components/schemas/Problem"}}},
@@ -98,8 +98,8 @@ def complete(document: dict[str, Any], routes: Iterable[BaseRoute], components: 
     for path, operations in document["paths"].items():
         for method, operation in operations.items():
             operation["responses"].pop("422", None)
-            operation["responses"]["default"] = REFUSED
-            add_headers(operation, method, path)
+            operation["responses"]["default"] = _REFUSED
+            _add_headers(operation, method, path)
     for route in routes:
         names: tuple[str, ...] = getattr(getattr(route, "endpoint", None), "paramserver_query", ())
         operations = document["paths"].get(getattr(route, "path_format", ""), {})
@@ -116,7 +116,7 @@ def _add_query(parameters: list[dict[str, Any]], names: Iterable[str]) -> None:
             parameters.append({"name": name, "in": "query", "required": name in _REQUIRED, "schema": schema})
 
 
-def add_headers(operation: dict[str, Any], method: str, path: str) -> None:
+def _add_headers(operation: dict[str, Any], method: str, path: str) -> None:
     """Add the headers of a route to its operation, if it has any."""
     for name in _HEADERS.get((method, path), ()):
         header = {"name": name, "in": "header", "required": False, "schema": _HEADER_SCHEMAS.get(name, _TEXT)}

@@ -43,7 +43,7 @@ def role_of(route: "BaseRoute") -> Role | None:
 def routes(app: "FastAPI") -> "Iterator[BaseRoute]":
     """Yield every route of an app, including those of its routers, except FastAPI's own for the OpenAPI document."""
     for route in _flat(app.routes):
-        if getattr(route, "path", None) != app.openapi_url:
+        if getattr(route, "path", "") != app.openapi_url:
             yield route
 
 

@@ -9,7 +9,7 @@ from paramserver import limits
 from paramserver.core.fields import INTEGER_MAX
 from paramserver.core.scheduler import io
 from paramserver.errors import InDoubt, problem
-from paramserver_node import negotiate, value_docs
+from paramserver_node import negotiate
 from paramserver_node.api_document import answer_headers
 from paramserver_node.forward import changes_something, in_doubt
 from paramserver_scheduler import bodies
@@ -149,16 +149,30 @@ def request_body(
 ) -> dict[str, Any]:
     """OpenAPI of a route's request body: its schema, a working example, and other media types that it may have."""
     schema = kind if isinstance(kind, dict) else kind.model_json_schema()
-    return value_docs.body(schema, example, *others, required=required)
+    content = _content(schema, example) | {other: {} for other in others}
+    return {"requestBody": {"required": required, "content": content}}
 
 
 def response_doc(
-    status: int, text: str, answer: type[Documented] | None = None, headers: Sequence[str] = ()
+    status: int,
+    text: str,
+    answer: type[Documented] | None = None,
+    headers: Sequence[str] = (),
+    others: Sequence[str] = (),
 ) -> dict[int | str, dict[str, Any]]:
-    """OpenAPI of a route's answer: a description and, if given, its fields and the names of its headers."""
+    """OpenAPI of a route's answer: a description and, if given, its fields, its headers, and other media types."""
     told: dict[str, Any] = {"description": text}
     if headers:
         told["headers"] = answer_headers(*headers)
-    if answer is not None:
-        told["content"] = {"application/json": {"schema": answer.ref(), "example": answer.example()}}
+    if answer is not None or others:
+        own = {} if answer is None else _content(answer.ref(), answer.example())
+        told["content"] = own | {kind: {} for kind in others}
     return {status: told}
+
+
+def _content(schema: Mapping[str, Any], example: Any) -> dict[str, Any]:
+    """What a body or an answer is in JSON, and that it may be the same in msgpack."""
+    return {
+        negotiate.JSON: {"schema": schema, "example": example},
+        negotiate.MSGPACK: {"schema": {"type": "string", "format": "binary"}},
+    }

@@ -7,16 +7,15 @@ from fastapi import Depends, FastAPI, Request, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from paramserver import __version__
 from paramserver.errors import problem
-from paramserver_node import docs_page, health, problems
+from paramserver_node import health, problems
 from paramserver_node.access import Access, LocalOnly, guard
 from paramserver_node.app import NodeApp
 from paramserver_node.forward import FORWARDED_BY_SHARD, Forwarder
 from paramserver_node.middleware import NodeMiddleware
 from paramserver_node.queries import check_query, query_checked
 from paramserver_node.roles import role
-from paramserver_shard import array_routes, openapi, slots
+from paramserver_shard import array_routes, slots
 from paramserver_shard.arrays import ArrayService
 from paramserver_shard.endpoints import Pull, Push, PushPull
 from paramserver_shard.frames import FrameService
@@ -58,31 +57,22 @@ def make_app(services: Services) -> FastAPI:
     """Build the ASGI app of one shard."""
     s, serving = services, services.membership.serving
     short: dict[tuple[str, str], ASGIApp] = {}
-    app = NodeApp(
-        short.get,
-        title="paramserver shard",
-        version=__version__,
-        summary="Pushes and pulls of parameters",
-        docs_url=None,
-        redoc_url=None,
-    )
+    app = NodeApp(short.get, openapi_url=None)  # the scheduler's document has these routes
     problems.install(app)
     in_flight, guarded = InFlight(s.membership.memory.limit_bytes), guard(app, s.access)
     app.add_middleware(InFlightMiddleware, in_flight=in_flight)
     app.add_middleware(NodeMiddleware, guard=guarded)
     for path, endpoint in (("/push", Push), ("/pull", Pull), ("/pushpull", PushPull)):
         asgi = endpoint(serving, s.reader, s.frames, s.names, s.telemetry, s.unsent)
-        route = Route(path, asgi, methods=["POST"], include_in_schema=False)
+        route = Route(path, asgi, methods=["POST"])
         app.router.routes.append(route)
         short["POST", path] = NodeMiddleware(InFlightMiddleware(_routed(route), in_flight), guarded)
-    app.include_router(docs_page.router)
     app.include_router(health.router("shard", s.membership.unready, lambda: s.membership.cluster))
     app.include_router(internal_router(serving, s.models, s.runtime, s.reader, s.membership.obey))
     app.include_router(slots.router(serving, s.lending), dependencies=[Depends(query_checked)])
     arrays = array_routes.router(serving, s.arrays, s.telemetry)
     app.include_router(arrays, dependencies=[Depends(query_checked)])
     _add_forwarding(app, s)
-    openapi.describe(app)
     return app
 
 
@@ -108,9 +98,10 @@ def _add_forwarding(app: FastAPI, s: Services) -> None:
 
     @role("open")
     async def page(request: Request) -> Response:
-        """Forward the status page and the login, which need no token; the data that the page loads does."""
+        """Forward the pages and the login, which need no token; the data that a page loads does."""
         return await forward(request)
 
-    for path, methods in (("/", ["GET"]), ("/static/{path:path}", ["GET"]), ("/login", ["GET", "POST"])):
-        app.add_api_route(path, page, methods=methods, include_in_schema=False)
-    app.add_api_route("/{path:path}", forward, methods=ALL_METHODS, include_in_schema=False)
+    for path in ("/", "/static/{path:path}", "/docs", "/docs/{name}"):
+        app.add_api_route(path, page)
+    app.add_api_route("/login", page, methods=["GET", "POST"])
+    app.add_api_route("/{path:path}", forward, methods=ALL_METHODS)

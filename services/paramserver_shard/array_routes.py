@@ -6,7 +6,6 @@ from fastapi import APIRouter, Request, Response
 
 from paramserver.limits import NPY_BODY_BYTES_MAX
 from paramserver_node import negotiate
-from paramserver_node import value_docs as docs
 from paramserver_node.conditions import Conditions
 from paramserver_node.queries import takes_query
 from paramserver_node.roles import role
@@ -22,20 +21,10 @@ def router(serving: Serving, arrays: ArrayService, telemetry: Telemetry) -> APIR
     """Return the router of `GET /pull/{m}/{name}`, and of `GET` and `PUT /models/{m}/params/{name}`."""
     routes = APIRouter()
 
-    @routes.head("/pull/{m}/{name:path}", include_in_schema=False)
-    @routes.head("/models/{m}/params/{name:path}", include_in_schema=False)
-    @routes.get(
-        "/pull/{m}/{name:path}",
-        summary="One parameter as a .npy file",
-        response_class=Response,
-        responses=docs.NPY_ANSWERS,
-    )
-    @routes.get(
-        "/models/{m}/params/{name:path}",
-        summary="The same, where PUT assigns it",
-        response_class=Response,
-        responses=docs.NPY_ANSWERS,
-    )
+    @routes.head("/pull/{m}/{name:path}")
+    @routes.head("/models/{m}/params/{name:path}")
+    @routes.get("/pull/{m}/{name:path}")
+    @routes.get("/models/{m}/params/{name:path}")
     @role("reader")
     async def get_array(request: Request, m: str, name: str) -> Response:
         began_s = telemetry.clock()
@@ -58,12 +47,7 @@ def router(serving: Serving, arrays: ArrayService, telemetry: Telemetry) -> APIR
             return Response(b"", headers=headers, media_type=NPY_MEDIA)
         return ChunkedResponse([answer.header, answer.body], NPY_MEDIA, headers)
 
-    @routes.put(
-        "/models/{m}/params/{name:path}",
-        summary="Assign a parameter's value, or upload its first one",
-        openapi_extra=docs.ASSIGN_BODY,
-        responses=docs.ASSIGN_ANSWERS,
-    )
+    @routes.put("/models/{m}/params/{name:path}")
     @role("worker")
     @takes_query("start", "stop")
     async def put_array(

@@ -27,11 +27,12 @@ def router(
     serving: Serving, models: Models, runtime: Runtime, reader: FrameReader, obey: Callable[[int], None]
 ) -> APIRouter:
     """Build the internal routes of a shard; `obey` is given the term of each leader's request (`Membership.obey`)."""
-    routes = APIRouter(prefix="/internal", tags=["internal"])
+    routes = APIRouter(prefix="/internal")
 
-    @routes.get("/state/{model}/{index}", summary="One partition's values, optimizer state and step counts")
+    @routes.get("/state/{model}/{index}")
     @role("node")
     async def state(model: str, index: int, generation: int | None = None, cut: int | None = None) -> Response:
+        """Return one partition's values, optimizer state and step counts."""
         serving.check()
         known = await models.find(model, generation)
         if not 0 <= index < known.spec.partitions:
@@ -52,9 +53,10 @@ def router(
         )
         return ChunkedResponse([encode_header(frame), *[a.data.cast("B") for a in (values, *slots)]], MEDIA_TYPE)
 
-    @routes.post("/set/{model}", summary="Assign values to partitions of this shard")
+    @routes.post("/set/{model}")
     @role("node")
     async def assign(model: str, request: Request) -> Response:
+        """Assign values to partitions of this shard."""
         serving.check()
 
         async def prepare(frame: SetFrame) -> tuple[tuple[KnownModel, SetFrame, Body], Body]:

@@ -1,6 +1,6 @@
 """Routes that lend shared-memory slots for gradients to clients on this machine, and take them back."""
 
-from typing import Any, Final
+from typing import Final
 
 from fastapi import APIRouter, Request, Response
 
@@ -13,36 +13,16 @@ from paramserver_shard.serving import Serving
 
 BODY_SIZE_MAX: Final = 4096
 """Largest body of a request for a slot, which holds one number."""
-_SCHEMA: Final[dict[str, Any]] = {
-    "type": "object",
-    "required": ["bytes"],
-    "properties": {"bytes": {"type": "integer", "minimum": 1, "maximum": BODY_BYTES_MAX}},
-}
-_BODY: Final[dict[str, Any]] = {
-    "requestBody": {
-        "required": True,
-        "content": {
-            "application/json": {"schema": _SCHEMA, "example": {"bytes": 4194304}},
-            "application/msgpack": {"schema": _SCHEMA},
-        },
-    }
-}
-
-_LENT: Final = {"slot": "b12x9f3c51e07a2d846b"}
 
 
 def router(serving: Serving, lending: Lending | None) -> APIRouter:
     """Return the router of `POST /slots` and `DELETE /slots/{slot}`; without `lending`, no slot is lent."""
-    routes = APIRouter(tags=["shared memory"])
+    routes = APIRouter()
 
-    @routes.post(
-        "/slots",
-        summary="Lend a slot of shared memory, named in a later push in place of a body",
-        openapi_extra=_BODY,
-        responses={200: {"description": "Lent", "content": {"application/json": {"example": _LENT}}}},
-    )
+    @routes.post("/slots")
     @role("worker")
     async def lend(request: Request) -> Response:
+        """Lend a slot, which a later push names in place of a body."""
         serving.check()
         negotiate.check_accept(request)
         body = await negotiate.read(request, BODY_SIZE_MAX)
@@ -53,11 +33,10 @@ def router(serving: Serving, lending: Lending | None) -> APIRouter:
             raise problem("queue_full", "this shard lends no shared memory", hint="send a body instead")
         return negotiate.respond(request, {"slot": await lending.allocate_slot(size_bytes)})
 
-    @routes.delete(
-        "/slots/{slot}", status_code=204, summary="Return a slot of shared memory, never to write to it again"
-    )
+    @routes.delete("/slots/{slot}")
     @role("worker")
     async def give_back(slot: str) -> Response:
+        """Take a slot back, to which its client never writes again."""
         if lending is not None:
             lending.free_slot(slot)
         return Response(status_code=204)

@@ -5,9 +5,9 @@ import itertools
 from fastapi import APIRouter, Request, Response
 
 from paramserver.errors import problem
-from paramserver_node import value_docs as docs
 from paramserver_node.forward import FORWARDED_TO_SHARD
 from paramserver_node.roles import role
+from paramserver_scheduler import value_docs as docs
 from paramserver_scheduler.requests import response_doc, service
 
 router = APIRouter(tags=["data"])
@@ -15,17 +15,14 @@ router = APIRouter(tags=["data"])
 _turns = itertools.count()
 
 
-@router.post(
-    "/push",
-    responses=docs.PUSH_ANSWERS,
-    openapi_extra=docs.PUSH_BODY,
-)
+@router.post("/push", responses=docs.PUSH_ANSWERS, openapi_extra=docs.PUSH_BODY)
 @role("worker")
 async def push(request: Request) -> Response:
     """Push gradients by parameter name.
 
-    `worker`, `epoch` and `seq` are given together or not at all; with them the push can safely be repeated. The request
-    is forwarded to a live shard, whose API page has the details of this route.
+    Each tensor is nested lists in JSON, `{dtype, shape, data}` in msgpack. `worker`, `epoch` and `seq` come together or
+    not at all and make the push safe to repeat; so does the header `Idempotency-Key`. `ranges` sends flat element
+    ranges of parameters. JSON has 262,144 numbers at most; frames are for more.
     """
     return await hand_over(request)
 
@@ -35,23 +32,17 @@ async def push(request: Request) -> Response:
 async def pull(request: Request) -> Response:
     """Pull parameters by name.
 
-    With `min_version` the answer waits up to `wait_s` seconds for that version, then it is 412 `version_not_reached`.
-    The request is forwarded to a live shard, whose API page has the details of this route.
+    `names` may be patterns such as `layers.*.weight`; left out, everything comes. With `min_version` the answer waits
+    up to `wait_s` seconds, then it is 412 `version_not_reached`; with `min_clock` too, for that many commits in mode
+    sync.
     """
     return await hand_over(request)
 
 
-@router.post(
-    "/pushpull",
-    responses=docs.PUSHPULL_ANSWERS,
-    openapi_extra=docs.PUSHPULL_BODY,
-)
+@router.post("/pushpull", responses=docs.PUSHPULL_ANSWERS, openapi_extra=docs.PUSHPULL_BODY)
 @role("worker")
 async def pushpull(request: Request) -> Response:
-    """Push gradients, then pull the resulting values, in one round trip.
-
-    The request is forwarded to a live shard, whose API page has the details of this route.
-    """
+    """Push gradients, then pull, in one round trip; `push` in the answer is what the push alone would have got."""
     return await hand_over(request)
 
 
@@ -68,11 +59,7 @@ async def pull_npy(request: Request, m: str, name: str) -> Response:
     return await hand_over(request)
 
 
-@router.put(
-    "/models/{m}/params/{name:path}",
-    responses=docs.ASSIGN_ANSWERS,
-    openapi_extra=docs.ASSIGN_BODY,
-)
+@router.put("/models/{m}/params/{name:path}", responses=docs.ASSIGN_ANSWERS, openapi_extra=docs.ASSIGN_BODY)
 @role("worker")
 async def assign(request: Request, m: str, name: str, start: int | None = None, stop: int | None = None) -> Response:
     """Assign a parameter's value, or upload its initial value with the header `X-Upload-Token`.
