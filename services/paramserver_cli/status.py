@@ -93,7 +93,7 @@ def table(found: dict[str, Any]) -> RenderableType:
     if found["models"]:
         models = columns(_name("model"), "mode", "state", "version", "clock", "pushes/s", "lag", "workers", "last")
         for m in sorted(found["models"], key=lambda m: natural(m["name"])):
-            metrics = {s["name"]: f"{s['last']:.4g}" for s in m["series"]} | dict.fromkeys(m["not_finite"], NOT_FINITE)
+            metrics = {n: f"{x:.4g}" for n, (_, x) in m["latest"].items()} | dict.fromkeys(m["not_finite"], NOT_FINITE)
             last = "  ".join(f"{name} {value}" for name, value in metrics.items())
             lag = "-" if m["lag"] is None else f"{m['lag']:.1f}"
             numbers = (str(m["version"]), str(m["clock"]), f"{m['pushes_per_s']:.1f}", lag)

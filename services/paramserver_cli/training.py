@@ -114,7 +114,7 @@ class Training:
             if w["alive"]
         )
         losses = [w.loss for w in workers if w.loss is not None]
-        newest = {s["name"]: s["last"] for s in model["series"]} | dict.fromkeys(model["not_finite"], nan)
+        newest = {n: value for n, (_, value) in model["latest"].items()} | dict.fromkeys(model["not_finite"], nan)
         accuracy = newest.get("accuracy")
         return Sample(
             elapsed_s=self.elapsed_s,

@@ -1,26 +1,21 @@
 """Builds the status of the whole cluster from the core's state and the newest heartbeats."""
 
-from collections.abc import Collection, Iterable, Mapping, Sequence, Set
-from statistics import fmean
+from collections.abc import Iterable, Mapping, Sequence, Set
 from typing import Any, Final
 
 import paramserver
 from paramserver.core.scheduler.runs import ENDED
-from paramserver.core.scheduler.series import Point
 from paramserver_scheduler.pause import Pause
 from paramserver_scheduler.schema import (
     ClusterStatus,
     ModelStatus,
     NodeStatus,
     RunStatus,
-    Series,
     Status,
     WorkerStatus,
 )
 from paramserver_scheduler.service import Service
 
-POINTS: Final = 120
-"""Most points of a series in a status; longer series are averaged down."""
 RUNS: Final = 20
 """Newest runs in a status, which also has those before them that have not ended, or did since the last one."""
 EVENTS: Final = 100
@@ -30,8 +25,8 @@ LACKING_MIN: Final = 16 << 20
 Document = Mapping[str, Any]
 
 
-async def describe(s: Service, *, series: bool = True) -> Status:
-    """Return the current status; `series`: include the points of metrics that workers reported.
+async def describe(s: Service) -> Status:
+    """Return the current status.
 
     Each model's numbers are of one moment, which may be a little later for the next model.
     """
@@ -48,7 +43,7 @@ async def describe(s: Service, *, series: bool = True) -> Status:
         line = s.read.model_status(name, s.now)
         if line is None:
             continue
-        models.append(_model(s, line, shards, moves, series=series))
+        models.append(_model(s, line, shards, moves))
         if why := line["files_error"]:
             complaints.append(f"Model {name}: a partition was never stored, its initial values cannot be read: {why}")
         if why := line["checkpoint_error"]:
@@ -121,9 +116,7 @@ def _member(x: Document) -> NodeStatus:
     )
 
 
-def _model(
-    s: Service, line: Document, shards: Sequence[Document], moves: Set[tuple[str, int]], *, series: bool
-) -> ModelStatus:
+def _model(s: Service, line: Document, shards: Sequence[Document], moves: Set[tuple[str, int]]) -> ModelStatus:
     name = line["name"]
     partitions = line["partition_lines"]
     reports = [_object(_object(x["metrics"], "models"), name) for x in shards if x["alive"]]
@@ -132,7 +125,6 @@ def _model(
     lags = [w.lag for w in workers if w.lag is not None and w.alive]
     owners = sorted({p["shard"] for p in partitions} - {None})
     place = {shard: i for i, shard in enumerate(owners)}
-    latest = s.read.latest(name)
     return ModelStatus(
         name=name,
         generation=line["generation"],
@@ -169,10 +161,9 @@ def _model(
         pull_p99_s=_max_over_shards(reports, "pull_p99_s"),
         lag=sum(lags) / len(lags) if lags else None,
         workers=workers,
-        latest=latest,
+        latest=s.read.latest(name),
         not_finite=s.read.not_finite(name),
         values_kept=round(sum(_number(t, "values_kept") or 0.0 for t in reports)),
-        series=[_series(n, p, latest[n][1]) for n, p in s.read.points(name).items()] if series else [],
     )
 
 
@@ -209,15 +200,6 @@ def _number(document: Document, name: str) -> float | None:
 def _max_over_shards(reports: Iterable[Document], name: str) -> float | None:
     """The largest value over the shards; None if no shard has one."""
     return max((v for t in reports if (v := _number(t, name)) is not None), default=None)
-
-
-def _series(name: str, points: Collection[Point], last: float) -> Series:
-    """Average the points in groups of equal size, so that at most `POINTS` remain."""
-    step = max(1, -(-len(points) // POINTS))
-    times, values = [p[0] for p in points], [p[3] for p in points]
-    groups = [slice(i, i + step) for i in range(0, len(points), step)]
-    thin = [(fmean(times[g]), fmean(values[g])) for g in groups]
-    return Series(name=name, points=thin, last=last)
 
 
 def _run(r: Document, clock: int | None) -> RunStatus:

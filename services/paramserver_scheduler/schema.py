@@ -70,14 +70,6 @@ class WorkerStatus(BaseModel):
     )
 
 
-class Series(BaseModel):
-    """The newest points of one metric, averaged down to at most 120 for drawing."""
-
-    name: str = Field(examples=["loss"])
-    points: list[tuple[float, float]] = Field(description="(seconds since 1970, value), oldest first")
-    last: float = Field(description="the value in `latest`; the last point is an average")
-
-
 class ModelStatus(BaseModel):
     """One model."""
 
@@ -125,7 +117,6 @@ class ModelStatus(BaseModel):
         description="how often the result of a commit or flush was not finite, so that a partition kept its values;"
         " 0 if not in the last minute",
     )
-    series: list[Series] = Field(description="in `GET /status` only; elsewhere empty")
 
 
 class RunStatus(BaseModel):

@@ -35,7 +35,7 @@ async def watch(service: Service) -> None:
             follow_clock(service)
             history.usage = usage.look()
             history.sample(service.read, began_s)
-            status = await describe(service, series=False)
+            status = await describe(service)
             history.record(status, began_s)
             METRICS.status = status
             service.broadcast.publish(negotiate.json_text(status.model_dump()))

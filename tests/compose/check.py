@@ -115,7 +115,7 @@ class Check:
         """The accuracy that the status page plots reaches 90 %."""
 
         def accuracy() -> float:
-            return max((s["last"] for s in self.live()["series"] if s["name"] == "accuracy"), default=0.0)
+            return float(self.live()["latest"].get("accuracy", (0.0, 0.0))[1])
 
         until(lambda: accuracy() >= 0.9, "an accuracy of 90 %", 150.0)
         self.note("until 90 % of the test images are recognized", f"{time.monotonic() - self.up_s:.0f} s after `up`")

@@ -522,7 +522,7 @@ def test_a_training_is_good_when_its_last_evaluations_are() -> None:
 def test_a_workers_lag_is_what_the_shards_measured() -> None:
     """A worker's lag is taken from the shards' measurement, not from the metrics that the worker reports."""
     worker = {"worker": "m/w0", "clock": 3, "lag": 1.5, "metrics": {"loss": 0.5}, "state": "active", "alive": True}
-    model = {"name": "m", "version": 3, "clock": 3, "pushes_per_s": 40.0, "lag": 1.5, "series": [], "not_finite": {}}
+    model = {"name": "m", "version": 3, "clock": 3, "pushes_per_s": 40.0, "lag": 1.5, "latest": {}, "not_finite": {}}
     status = {"models": [model | {"workers": [worker | {"heartbeat_age_s": 0.1}]}]}
     client: Any = SimpleNamespace(status=lambda timeout: status)
     training = Training(client, "m", "async")

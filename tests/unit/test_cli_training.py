@@ -26,7 +26,7 @@ from paramserver_cli.training import SAMPLES_MAX, Training
 from paramserver_node.unwind import Terminated
 
 MODEL = {
-    "name": "m", "clock": 0, "version": 0, "pushes_per_s": 0.0, "lag": None, "series": [], "not_finite": {},
+    "name": "m", "clock": 0, "version": 0, "pushes_per_s": 0.0, "lag": None, "latest": {}, "not_finite": {},
     "workers": [],
 }  # fmt: skip
 
@@ -82,12 +82,12 @@ def test_a_loss_that_becomes_nan_is_told(capsys: pytest.CaptureFixture[str]) -> 
          "heartbeat_age_s": 0.1}
         for i, loss in enumerate(losses)
     ]  # fmt: skip
-    series = [{"name": "loss", "last": 0.5}, {"name": "accuracy", "last": 0.9}]
+    latest = {"loss": (1.0, 0.5), "accuracy": (1.0, 0.9)}
     seconds = [
-        MODEL | {"workers": workers[:1], "series": series},
-        MODEL | {"workers": workers, "series": series, "not_finite": {"loss": (1.0, "m/w1")}},
+        MODEL | {"workers": workers[:1], "latest": latest},
+        MODEL | {"workers": workers, "latest": latest, "not_finite": {"loss": (1.0, "m/w1")}},
         # The workers have left, so what they last reported is known of the model alone.
-        *[MODEL | {"series": series, "not_finite": {"loss": (1.0, "m/w1"), "accuracy": (2.0, "m/w1")}}] * 2,
+        *[MODEL | {"latest": latest, "not_finite": {"loss": (1.0, "m/w1"), "accuracy": (2.0, "m/w1")}}] * 2,
     ]
     client: Any = SimpleNamespace(status=lambda timeout: {"models": [seconds.pop(0)]})
     training = Training(client, "m", "async")
@@ -168,7 +168,7 @@ def test_what_functions_report_after_their_loop_is_in_the_last_line(
         return members.pop(0)
 
     def status(timeout: float) -> Any:
-        return {"models": [MODEL | {"series": [{"name": "accuracy", "last": accuracy[0]}]}]}
+        return {"models": [MODEL | {"latest": {"accuracy": (1.0, accuracy[0])}}]}
 
     client: Any = SimpleNamespace(status=status, run=pool, deadline=lambda timeout: None)
     training = Training(client, "m", "m")

@@ -58,7 +58,7 @@ def model(name: str, pushes_per_s: float) -> ModelStatus:
         parameters=1, elements=1, partitions=1, served=1, shards=[], owners=[], loading=[], moving=[], version=3,
         durable_version=3, durable_behind=0, durable_behind_s=0.0, clock=0, waiting_for=[], updates_per_s=pushes_per_s,
         pushes_per_s=pushes_per_s, pulls_per_s=0.0, in_bytes_per_s=0.0, out_bytes_per_s=0.0, workers=[], latest={},
-        not_finite={}, values_kept=0, series=[], **times,
+        not_finite={}, values_kept=0, **times,
     )  # fmt: skip
 
 
@@ -415,20 +415,6 @@ def test_results_that_were_not_finite_are_an_event() -> None:
 
     assert told == [("values_kept", "bad")] * 2
     assert "model m " in history.events[0].text
-
-
-async def test_the_last_value_of_a_long_series_is_its_newest() -> None:
-    """A series is averaged down for drawing, but not its last value, which is what the page and psctl show."""
-    d, service = of_models(1)
-    for i in range(2 * overview.POINTS + 2):
-        d.wait(2.0)
-        d.ask(partial(io.ReportMetrics, model="m00", metrics={"accuracy": float(i)}, worker="", clock=i))
-
-    (found,) = (await overview.describe(service)).models
-
-    (series,) = found.series
-    assert len(series.points) <= overview.POINTS
-    assert series.last == found.latest["accuracy"][1] == 2 * overview.POINTS + 1
 
 
 def test_events_are_what_differs_from_the_second_before() -> None:

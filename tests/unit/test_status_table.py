@@ -25,7 +25,7 @@ def printed(
 
 def model(*waiting_for: str) -> dict[str, Any]:
     """Return a synchronous model that waits for these."""
-    empty: dict[str, Any] = {"workers": [], "series": [], "not_finite": {}, "moving": []}
+    empty: dict[str, Any] = {"workers": [], "latest": {}, "not_finite": {}, "moving": []}
     return {**MODEL, **empty, "name": "m", "waiting_for": list(waiting_for)}
 
 
@@ -60,9 +60,9 @@ def test_workers_that_left_or_died_are_not_counted() -> None:
 
 def test_a_metric_that_is_no_number_is_told() -> None:
     """A metric whose newest value is NaN or infinite is shown as that, whether or not it ever had a number."""
-    series = [{"name": "accuracy", "last": 0.5}, {"name": "loss", "last": 0.25}]
+    latest = {"accuracy": (1.0, 0.5), "loss": (1.0, 0.25)}
     bad = {"loss": (1.0, "m/a"), "norm": (1.0, "m/a")}
-    line = printed(models=[{**model(), "series": series, "not_finite": bad}]).splitlines()[-1]
+    line = printed(models=[{**model(), "latest": latest, "not_finite": bad}]).splitlines()[-1]
     assert line.rstrip().endswith("accuracy 0.5  loss NaN or inf  norm NaN or inf")
 
 

@@ -48,10 +48,7 @@ async def status(request: Request) -> Response:
 )
 @role("reader")
 async def stream(request: Request) -> StreamingResponse:
-    """Stream the status once a second as server-sent events.
-
-    Each event is the document of `GET /status` without the points in `series`, which `GET /status/series` returns.
-    """
+    """Stream the status once a second as server-sent events: each has the document of `GET /status`."""
     return StreamingResponse(
         service(request).broadcast.stream(),
         media_type="text/event-stream",
