@@ -5,15 +5,14 @@ those of heartbeats, are not counted, so that a flood of large ones holds up non
 """
 
 import asyncio
-from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Final
 
 from fastapi import Request
 
-from paramserver.errors import problem
 from paramserver.limits import CONTROL_BODIES_BYTES_MAX
+from paramserver_node.in_flight import InFlight
 from paramserver_node.negotiate import announced
 
 SMALL_BYTES: Final = 64 << 10
@@ -21,10 +20,10 @@ SMALL_BYTES: Final = 64 << 10
 
 
 class LargeBodies:
-    """The bytes of large bodies being read, by client address."""
+    """The large bodies that are being read or parsed."""
 
     def __init__(self) -> None:
-        self._bytes = Counter[str]()
+        self._in_flight = InFlight(CONTROL_BODIES_BYTES_MAX)
         self._parsing = asyncio.Lock()
 
     @contextmanager
@@ -39,18 +38,9 @@ class LargeBodies:
         if not SMALL_BYTES < size <= size_max:  # a larger one is refused before it is read
             yield
             return
-        address = request.client.host if request.client else ""
-        if self._bytes[address] + size > CONTROL_BODIES_BYTES_MAX // 2:
-            raise problem("too_many_requests", "this client sends too many large bodies at the same time")
-        if self._bytes.total() + size > CONTROL_BODIES_BYTES_MAX:
-            raise problem("queue_full", "this scheduler receives too many large bodies at the same time")
-        self._bytes[address] += size
-        try:
+        with self._in_flight.request(request.client.host if request.client else "") as account:
+            account.grow(size)
             yield
-        finally:
-            self._bytes[address] -= size
-            if not self._bytes[address]:
-                del self._bytes[address]
 
     async def parsed(self, body: bytes, parse: Callable[[bytes], Any]) -> Any:
         """Return `parse(body)`; large bodies, which take up to a second, are parsed in a thread, one at a time."""

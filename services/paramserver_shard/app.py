@@ -12,6 +12,7 @@ from paramserver_node import health, problems
 from paramserver_node.access import Access, LocalOnly, guard
 from paramserver_node.app import NodeApp
 from paramserver_node.forward import FORWARDED_BY_SHARD, Forwarder
+from paramserver_node.in_flight import InFlight
 from paramserver_node.middleware import NodeMiddleware
 from paramserver_node.queries import check_query, query_checked
 from paramserver_node.roles import role
@@ -19,7 +20,7 @@ from paramserver_shard import array_routes, slots
 from paramserver_shard.arrays import ArrayService
 from paramserver_shard.endpoints import Pull, Push, PushPull
 from paramserver_shard.frames import FrameService
-from paramserver_shard.inflight import InFlight, InFlightMiddleware
+from paramserver_shard.inflight import InFlightMiddleware, bytes_max
 from paramserver_shard.internal import router as internal_router
 from paramserver_shard.lending import Lending
 from paramserver_shard.membership import Membership
@@ -59,7 +60,7 @@ def make_app(services: Services) -> FastAPI:
     short: dict[tuple[str, str], ASGIApp] = {}
     app = NodeApp(short.get, openapi_url=None)  # the scheduler's document has these routes
     problems.install(app)
-    in_flight, guarded = InFlight(s.membership.memory.limit_bytes), guard(app, s.access)
+    in_flight, guarded = InFlight(bytes_max(s.membership.memory.limit_bytes)), guard(app, s.access)
     app.add_middleware(InFlightMiddleware, in_flight=in_flight)
     app.add_middleware(NodeMiddleware, guard=guarded)
     for path, endpoint in (("/push", Push), ("/pull", Pull), ("/pushpull", PushPull)):

@@ -23,7 +23,8 @@ from paramserver.errors import Unavailable
 from paramserver.limits import CLIENT_REQUESTS_MAX, MIB
 from paramserver.wire import http2
 from paramserver.wire.frame import MEDIA_TYPE, PullFrame, PushFrame, PushPart, encode_header
-from paramserver_shard.inflight import MEMORY_SHARE, InFlight
+from paramserver_node.in_flight import InFlight
+from paramserver_shard.inflight import MEMORY_SHARE, bytes_max
 
 from .processes import Nodes, nodes, summing_model, unique
 
@@ -36,7 +37,7 @@ STOOD_STILL = ("unavailable", "in_doubt")
 
 def test_requests_are_bounded_in_all_and_for_each_client() -> None:
     """Requests beyond a client's limit are 429, beyond the total limit 503; finished ones make room."""
-    in_flight = InFlight(MEMORY)
+    in_flight = InFlight(bytes_max(MEMORY))
     with ExitStack() as flood:
         for _ in range(CLIENT_REQUESTS_MAX):
             flood.enter_context(in_flight.request("a"))
@@ -58,7 +59,7 @@ def test_requests_are_bounded_in_all_and_for_each_client() -> None:
 
 def test_bytes_are_bounded_by_the_memory_there_is() -> None:
     """Bodies are limited to a quarter of memory, and half of that per client; a single one may be larger."""
-    in_flight = InFlight(MEMORY)
+    in_flight = InFlight(bytes_max(MEMORY))
     assert in_flight.bytes_max == MEMORY // MEMORY_SHARE
     with in_flight.request("a") as one, in_flight.request("a") as two, in_flight.request("b") as other:
         one.grow(in_flight.client_bytes_max)
@@ -75,7 +76,7 @@ def test_bytes_are_bounded_by_the_memory_there_is() -> None:
 
 def test_a_body_that_grows_is_taken_alone_and_refused_beside_others() -> None:
     """A lone request may grow beyond the limit, and another request beside it is refused."""
-    in_flight = InFlight(MEMORY)
+    in_flight = InFlight(bytes_max(MEMORY))
     with in_flight.request("a") as one, in_flight.request("a") as two:
         for _ in range(3):
             one.grow(in_flight.bytes_max)
@@ -86,7 +87,7 @@ def test_a_body_that_grows_is_taken_alone_and_refused_beside_others() -> None:
 
 def test_a_client_that_always_has_a_request_open_gets_its_bytes_back() -> None:
     """Bytes of a request that has ended no longer count for its client, and a client without requests is forgotten."""
-    in_flight = InFlight(MEMORY)
+    in_flight = InFlight(bytes_max(MEMORY))
     with in_flight.request("a") as poll:
         with in_flight.request("a") as push:
             push.grow(in_flight.client_bytes_max)
@@ -98,7 +99,7 @@ def test_a_client_that_always_has_a_request_open_gets_its_bytes_back() -> None:
 
 def test_what_is_counted_elsewhere_by_now_makes_room() -> None:
     """A request in flight that has given its bytes back counts none at its end, and may take others meanwhile."""
-    in_flight = InFlight(MEMORY)
+    in_flight = InFlight(bytes_max(MEMORY))
     with in_flight.request("a") as waiting, in_flight.request("a") as other:
         waiting.grow(in_flight.client_bytes_max)
         waiting.release()

@@ -21,12 +21,12 @@ from paramserver.limits import BODY_BYTES_MAX, JSON_ELEMENTS_MAX, MIB
 from paramserver.types import F32, AnyArray, ModelKey
 from paramserver.wire.frame import PullFrame
 from paramserver.wire.tensor import from_f32, to_msgpack
+from paramserver_node.in_flight import InFlight
 from paramserver_shard import responses
 from paramserver_shard.directory import KnownModel
 from paramserver_shard.endpoints import Pull
 from paramserver_shard.exchange import GotPart, WantedPart
 from paramserver_shard.frames import FrameService
-from paramserver_shard.inflight import InFlight
 from paramserver_shard.names import NameService, Pulled, PullRequest
 from paramserver_shard.responses import check_json, check_msgpack, packed
 

@@ -22,12 +22,12 @@ from paramserver.limits import BODY_BYTES_MAX, RANGES_PER_REQUEST_MAX
 from paramserver.types import Coding, ModelKey, PartitionKey
 from paramserver.wire.frame import PushFrame, PushPart, encode_header
 from paramserver.wire.tensor import slice_crc
+from paramserver_node.in_flight import InFlight
 from paramserver_shard.arriving import BLOCK_BYTES, Arriving, checked
 from paramserver_shard.buffers import SMALL_BYTES, BufferPool
 from paramserver_shard.computing import compute
 from paramserver_shard.directory import KnownModel
 from paramserver_shard.exchange import Exchange
-from paramserver_shard.inflight import InFlight
 from paramserver_shard.models import Models
 from paramserver_shard.names import NameService
 from paramserver_shard.receiving import Body, FrameReader

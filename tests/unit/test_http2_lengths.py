@@ -13,6 +13,7 @@ from tests.unit.http2_connection import ASKED, BODY_BYTES, WAYS, Into, connected
 from paramserver.errors import PsError
 from paramserver.wire import http2 as wire
 from paramserver.wire.frame import PushFrame, PushPart, encode_header
+from paramserver_node.in_flight import InFlight
 from paramserver_node.middleware import NodeMiddleware
 from paramserver_node.receive_limits import CONNECTION_WINDOW_BYTES
 from paramserver_node.stream import BODY
@@ -20,7 +21,6 @@ from paramserver_scheduler import bodies
 from paramserver_scheduler.large_bodies import LargeBodies
 from paramserver_scheduler.requests import read_optional
 from paramserver_shard.buffers import BufferPool
-from paramserver_shard.inflight import InFlight
 from paramserver_shard.receiving import Body, FrameReader
 
 Read = Callable[[Scope, Receive], Coroutine[None, None, bool]]

@@ -22,8 +22,8 @@ from paramserver.limits import MIB
 from paramserver.net.credentials import Credentials
 from paramserver.types import ModelKey, PartitionKey, Token
 from paramserver.wire.frame import PushFrame, PushPart, encode_header
+from paramserver_node.in_flight import InFlight
 from paramserver_shard.buffers import SMALL_BYTES, BufferPool
-from paramserver_shard.inflight import InFlight
 from paramserver_shard.loading import Loader
 from paramserver_shard.peers import PeerClient
 from paramserver_shard.receiving import Body, FrameReader

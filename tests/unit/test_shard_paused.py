@@ -14,8 +14,9 @@ from paramserver.errors import problem
 from paramserver.types import ModelKey
 from paramserver.wire.frame import MEDIA_TYPE, PushFrame, PushPart, encode_header
 from paramserver_node import problems
+from paramserver_node.in_flight import InFlight
 from paramserver_shard.endpoints import Pull, Push, PushPull
-from paramserver_shard.inflight import InFlight, InFlightMiddleware
+from paramserver_shard.inflight import InFlightMiddleware
 from paramserver_shard.names import after_push
 from paramserver_shard.telemetry import Telemetry
 from paramserver_shard.unsent import UnsentValues

@@ -29,9 +29,9 @@ from paramserver.client.mapped_buffers import (
 from paramserver.errors import ConflictError, NotFoundError, RequestError, Unavailable, problem
 from paramserver.types import F32
 from paramserver.wire.frame import PullFrame, PushFrame, PushPart, encode_header
+from paramserver_node.in_flight import InFlight
 from paramserver_shard.buffers import BufferPool
 from paramserver_shard.frames import FrameService
-from paramserver_shard.inflight import InFlight
 from paramserver_shard.lending import Lending
 from paramserver_shard.receiving import Body, FrameReader
 from paramserver_shard.shared_folder import SharedFolder
