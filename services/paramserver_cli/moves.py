@@ -124,23 +124,21 @@ class _LocalCluster:
     def resize(self, shards: int) -> None:
         """Change the number of shards in the plan, and wait until the supervisor has adopted it.
 
-        Raises Failed if there is no plan, if the supervisor refuses it or has ended, or after 60 s.
+        Raises Failed if there is no plan, if the ports have no room, if the supervisor has ended, or after 60 s.
         """
-        plan = self.state.plan()
+        plan, supervisor = self.state.plan(), self.state.supervisor()
         if plan is None:
             raise Failed(f"the cluster under {self.state.path} has no plan")
+        room = None if supervisor is None else supervisor.shards_max
+        if room is not None and shards > room:
+            raise Failed(f"the ports of this cluster have room for 1 to {room} shards, not {shards}")
         self.state.write(replace(plan, shards=shards))
         launch.plan_changed(self.state)
         deadline = time.monotonic() + 60.0
         while True:
-            cluster, plan = self.state.cluster(), self.state.plan()
+            cluster = self.state.cluster()
             if cluster is not None and len(cluster.shards) == shards:
                 return
-            # A refused plan is taken back once its error is published; before that, the error is of an earlier plan.
-            if plan is not None and plan.shards != shards:
-                supervisor = self.state.supervisor()
-                if supervisor is not None and supervisor.error:
-                    raise Failed(supervisor.error)
             if time.monotonic() > deadline or not self.state.is_running():
                 folder = shlex.quote(str(self.state.path))
                 raise Failed(f"the supervisor did not adopt the plan; see psctl logs supervisor --state-dir {folder}")

@@ -100,7 +100,9 @@ class SupervisorState:
     phase: Phase
     restarts: dict[str, int] = field(default_factory=dict)
     error: str = ""
-    """Why the phase is `failed`, why a changed plan was not adopted, or which shards could not store everything."""
+    """Why the phase is `failed`, or which shards could not store everything."""
+    shards_max: int | None = None
+    """How many shards its ports have room for; None: not known yet."""
 
 
 _Document = TypeVar("_Document", Plan, Cluster, SupervisorState)

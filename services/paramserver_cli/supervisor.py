@@ -171,9 +171,9 @@ class Supervisor:
             redis = shown(p.redis_url)
             self._write(Cluster(urls[0], p.shard_urls, redis, None, pids, str(self.state.path), urls))
         # Last, so that a process that reads the phase `ready` finds a complete `cluster.json`.
-        self._write(SupervisorState(os.getpid(), self.phase, dict(self.restarts), self.error))
+        self._write(SupervisorState(os.getpid(), self.phase, dict(self.restarts), self.error, p.block.shards_max))
 
-    def _write(self, document: Plan | Cluster | SupervisorState) -> None:
+    def _write(self, document: Cluster | SupervisorState) -> None:
         """Write a file of the state directory; on a full disk the cluster runs on, and is stopped in turn, without."""
         if not self.state.is_locked_by(self.lock):  # it may be another cluster's by now
             return
@@ -260,14 +260,9 @@ class Supervisor:
             plan, p = self.state.plan(), self.processes
             if plan is None or p.plan.scheduler is not None or plan.shards == p.plan.shards:
                 continue
-            self.error = ""
-            if not 0 < plan.shards <= p.block.shards_max:
-                self.error = (
-                    f"the ports of this cluster have room for 1 to {p.block.shards_max} shards, not {plan.shards}"
-                )
-                self.publish()
-                self._write(p.plan)  # after the error, which psctl reads once the plan is back
+            if not 0 < plan.shards <= p.block.shards_max:  # psctl asks for none of these
                 continue
+            self.error = ""
             log.info("%d shards instead of %d", plan.shards, p.plan.shards)
             p.plan = replace(p.plan, shards=plan.shards)
             before, self._wanted_shards = self._wanted_shards, set(p.shard_names)

@@ -10,9 +10,7 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
 from contextlib import ExitStack, closing, nullcontext
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -243,39 +241,15 @@ def test_a_shard_has_its_own_time_and_more_before_it_is_killed(
         assert child.wait(10) == -signal.SIGKILL
 
 
-def resized(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, shards: int, answer: Callable[[StateDir, Cluster], None]
-) -> None:
-    """Resize from 2 to `shards` after a refused plan; `answer` is what the supervisor does before the next poll."""
-    state = StateDir(folder)
-    lock = state.lock()
-    assert lock is not None
-    two = Cluster("http://h:1", ["http://h:2", "http://h:3"], "redis://h:9", None, {}, str(folder), ["http://h:1"])
-    for document in (Plan(shards=2), two, SupervisorState(os.getpid(), "ready", error="said of an earlier plan")):
+def test_more_shards_than_there_are_ports_are_refused(tmp_path: Path) -> None:
+    """`resize` fails with the possible range, and leaves the plan as it is."""
+    state = StateDir(tmp_path)
+    two = Cluster("http://h:1", ["http://h:2", "http://h:3"], "redis://h:9", None, {}, str(tmp_path), ["http://h:1"])
+    for document in (Plan(shards=2), two, SupervisorState(os.getpid(), "ready", shards_max=97)):
         state.write(document)
-    monkeypatch.setattr("paramserver_cli.moves.time.sleep", lambda _: answer(state, two))
-    with lock:
-        moves._LocalCluster(state, two).resize(shards)
-
-
-def test_a_refusal_of_an_earlier_plan_is_not_taken_for_one_of_the_next(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """`resize` ignores the error of an earlier plan while the supervisor has not read the new one yet."""
-    resized(tmp_path, monkeypatch, 3, lambda state, two: state.write(replace(two, shards=[*two.shards, "http://h:4"])))
-
-
-def test_a_plan_that_the_supervisor_takes_back_is_refused_with_its_reason(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """`resize` fails with the supervisor's reason if the supervisor takes the plan back."""
-
-    def refuse(state: StateDir, _: Cluster) -> None:
-        state.write(SupervisorState(os.getpid(), "ready", error="room for 1 to 97 shards"))
-        state.write(Plan(shards=2))
-
     with pytest.raises(Failed, match="room for 1 to 97"):
-        resized(tmp_path, monkeypatch, 500, refuse)
+        moves._LocalCluster(state, two).resize(500)
+    assert state.plan() == Plan(shards=2)
 
 
 @pytest.mark.parametrize(
