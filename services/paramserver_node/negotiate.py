@@ -183,3 +183,10 @@ def respond(request: Request, body: Any, status: int = 200, headers: Mapping[str
     if accepted(request) == MSGPACK:
         return Response(pack(body), status, dict(headers or {}), media_type=MSGPACK)
     return Response(json_text(body), status, dict(headers or {}), media_type=JSON)
+
+
+def respond_text(request: Request, text: bytes) -> Response:
+    """Return a response with what this JSON text says, in a media type that the client accepts."""
+    if accepted(request) == MSGPACK:
+        return Response(pack(json.loads(text)), media_type=MSGPACK)
+    return Response(text, media_type=JSON)

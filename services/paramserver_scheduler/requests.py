@@ -115,23 +115,17 @@ def page(
     """
     limit = number_of(request, "limit", PAGE_MAX, 1, PAGE_MAX)
     start = number_of(request, "after", 0)
-    shown: list[Mapping[str, Any]] = []
     texts: list[bytes] = []
     size = 0
     for item in items[start : start + limit]:
-        line = document(item)
-        text = negotiate.json_text(line)
+        text = negotiate.json_text(document(item))
         size += len(text)
-        if shown and size > limits.PAGE_BYTES_MAX:
+        if texts and size > limits.PAGE_BYTES_MAX:
             break
-        shown.append(line)
         texts.append(text)
-    end = start + len(shown)
-    following = str(end) if end < len(items) else None
-    if negotiate.accepted(request) != negotiate.JSON:
-        return respond(request, {"items": shown, "next": following})
-    whole = b'{"items":[%b],"next":%b}' % (b",".join(texts), negotiate.json_text(following))
-    return Response(whole, media_type=negotiate.JSON)
+    end = start + len(texts)
+    following = negotiate.json_text(str(end) if end < len(items) else None)
+    return negotiate.respond_text(request, b'{"items":[%b],"next":%b}' % (b",".join(texts), following))
 
 
 def number_of(request: Request, name: str, default: D, low: int = 0, high: int = INTEGER_MAX) -> int | D:

@@ -23,7 +23,6 @@ from paramserver_scheduler.requests import (
     read_json,
     reply,
     request_body,
-    respond,
     response_doc,
     service,
 )
@@ -120,15 +119,13 @@ async def get_model(request: Request, m: str) -> Response:
     """Return one model: its settings, its versions, and which shard owns each partition."""
     read = service(request).read
     outline, spec = read.outline(m)
-    if negotiate.accepted(request) != negotiate.JSON:
-        return respond(request, {**outline, "partitions": read.partitions(m), "spec": spec.document()})
     # Owners are always the present ones, and only versions may be of a moment ago.
     place = outline["cluster"], outline["generation"], outline["map_epoch"], outline["served"]
     moment = int(monotonic() / (LINE_KEPT_S * spec.partitions))
     partitions = _PARTITIONS.text(m, (*place, moment), partial(read.partitions, m))
     text = _SPECS.text(m, spec, spec.document)
     whole = b'%b,"partitions":%b,"spec":%b}' % (negotiate.json_text(outline)[:-1], partitions, text)
-    return Response(whole, media_type=negotiate.JSON)
+    return negotiate.respond_text(request, whole)
 
 
 @router.patch(

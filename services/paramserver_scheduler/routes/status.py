@@ -2,7 +2,6 @@
 
 import re
 from collections.abc import Iterator
-from typing import Any
 
 import numpy as np
 from fastapi import APIRouter, Request, Response
@@ -101,24 +100,18 @@ async def series(request: Request) -> Response:
         if name not in UNITS and not name.startswith(REPORTED):
             raise problem("malformed", f"no metric {name!r:.80}", hint=f"known: {', '.join(UNITS)}, {REPORTED}NAME")
     head = {"start_s": grid.start_s, "step_s": grid.step_s, "count": grid.count}
-    as_json, pause = negotiate.accepted(request) == negotiate.JSON, Pause()
-    items: list[dict[str, Any]] = []
+    pause = Pause()
     texts: list[bytes] = []  # each made by itself: a thousand series at once would hold everybody up
     for name in names:
         reported = name.removeprefix(REPORTED)
         found = s.history.rings.read(name, only, grid) if name in UNITS else _reported(s, reported, only, grid)
         for labels, values in found:
             if any(v is not None for v in values):
-                item = {"metric": name, "unit": UNITS.get(name, ""), "labels": dict(labels), "values": values}
-                if as_json:
-                    texts.append(negotiate.json_text(item))
-                else:
-                    items.append(item)
+                line = {"metric": name, "unit": UNITS.get(name, ""), "labels": dict(labels), "values": values}
+                texts.append(negotiate.json_text(line))
             await pause()
-    if not as_json:
-        return respond(request, {**head, "items": items})
     whole = b'%b,"items":[%b]}' % (negotiate.json_text(head)[:-1], b",".join(texts))
-    return Response(whole, media_type=negotiate.JSON)
+    return negotiate.respond_text(request, whole)
 
 
 def _reported(s: Service, name: str, only: dict[str, str], grid: Grid) -> Iterator[tuple[Labels, list[float | None]]]:
