@@ -1,14 +1,16 @@
 """The app of a node: FastAPI's, with a shortcut past its router, and HEAD wherever there is GET (RFC 9110, 9.1)."""
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Final
 
 from fastapi import FastAPI
-from starlette.routing import BaseRoute, Match
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from paramserver_node import api_document, roles
 from paramserver_node.problems import CutOff
+
+FOR_HEAD: Final = "for_head"
+"""Key in the scope of a GET by which a HEAD request is served: nobody gets its body."""
 
 
 class NodeApp(FastAPI):
@@ -40,7 +42,7 @@ class NodeApp(FastAPI):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         endpoint = self._find_endpoint((scope["method"], scope["path"]))
-        if scope["method"] == "HEAD" and _only_get(self.routes, scope):
+        if scope["method"] == "HEAD":
             await self._head(scope, receive, send)
         elif endpoint is None:
             await super().__call__(scope, receive, send)
@@ -50,7 +52,7 @@ class NodeApp(FastAPI):
 
     async def _head(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve a HEAD request by GET: its status and headers, at once, however long its body would go on."""
-        asked = {**scope, "method": "GET"}
+        asked = {**scope, "method": "GET", FOR_HEAD: True}
 
         async def head(message: Message) -> None:
             if message["type"] == "http.response.start":
@@ -66,12 +68,3 @@ class NodeApp(FastAPI):
         finally:
             if "route" in asked:
                 scope["route"] = asked["route"]
-
-
-def _only_get(routes: list[BaseRoute], scope: Scope) -> bool:
-    """Whether a HEAD request is for a path that is served by GET and has no route of its own for HEAD, or before it."""
-    heads = [i for i, r in enumerate(routes) if r.matches(scope)[0] is Match.FULL]
-    gets = [i for i, r in enumerate(routes) if r.matches({**scope, "method": "GET"})[0] is Match.FULL]
-    if not gets or not heads:
-        return bool(gets)
-    return gets[0] < heads[0] and getattr(routes[gets[0]], "path", None) != getattr(routes[heads[0]], "path", None)

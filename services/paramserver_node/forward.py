@@ -13,6 +13,7 @@ from starlette.types import Receive, Scope, Send
 
 from paramserver.errors import PsError, problem
 from paramserver.net.credentials import Credentials
+from paramserver_node.app import FOR_HEAD
 from paramserver_node.conditions import idempotency_key
 from paramserver_node.race import hung_up, race
 
@@ -268,7 +269,8 @@ def _outgoing(request: Request, url: str, headers: Sequence[tuple[bytes, bytes]]
     content = body.pieces() if body.expected else None
     long = request.method == "POST" and _LONG.fullmatch(request.scope["path"])
     extensions = {"timeout": {**_TIMEOUT, "read": _LONG_SILENCE_S} if long else _TIMEOUT, "target": exact}
-    return httpx.Request(request.method, base, headers=headers, content=content, extensions=extensions)
+    method = "HEAD" if FOR_HEAD in request.scope else request.method
+    return httpx.Request(method, base, headers=headers, content=content, extensions=extensions)
 
 
 def _encoded(headers: Mapping[str, str]) -> list[tuple[bytes, bytes]]:

@@ -31,7 +31,7 @@ from paramserver_shard.runtime import Runtime
 from paramserver_shard.telemetry import Telemetry
 from paramserver_shard.unsent import UnsentValues
 
-ALL_METHODS: Final = ["GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"]
+ALL_METHODS: Final = ["GET", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,19 +55,16 @@ class Services:
 
 
 def make_app(services: Services) -> FastAPI:
-    """Build the ASGI app of one shard."""
+    """Build the app of one shard with all its routes."""
     s, serving = services, services.membership.serving
     short: dict[tuple[str, str], ASGIApp] = {}
     app = NodeApp(short.get, openapi_url=None)  # the scheduler's document has these routes
     problems.install(app)
-    in_flight, guarded = InFlight(bytes_max(s.membership.memory.limit_bytes)), guard(app, s.access)
-    app.add_middleware(InFlightMiddleware, in_flight=in_flight)
-    app.add_middleware(NodeMiddleware, guard=guarded)
     for path, endpoint in (("/push", Push), ("/pull", Pull), ("/pushpull", PushPull)):
         asgi = endpoint(serving, s.reader, s.frames, s.names, s.telemetry, s.unsent)
         route = Route(path, asgi, methods=["POST"])
         app.router.routes.append(route)
-        short["POST", path] = NodeMiddleware(InFlightMiddleware(_routed(route), in_flight), guarded)
+        short["POST", path] = _routed(route)
     app.include_router(health.router("shard", s.membership.unready, lambda: s.membership.cluster))
     app.include_router(internal_router(serving, s.models, s.runtime, s.reader, s.membership.obey))
     app.include_router(slots.router(serving, s.lending), dependencies=[Depends(query_checked)])
@@ -75,6 +72,12 @@ def make_app(services: Services) -> FastAPI:
     app.include_router(arrays, dependencies=[Depends(query_checked)])
     _add_forwarding(app, s)
     return app
+
+
+def served(app: FastAPI, s: Services) -> ASGIApp:
+    """Wrap the app for the server: request ids, access control, draining of bodies, metrics, bounds on work."""
+    in_flight = InFlight(bytes_max(s.membership.memory.limit_bytes))
+    return NodeMiddleware(InFlightMiddleware(app, in_flight), guard(app, s.access))
 
 
 def _routed(route: Route) -> ASGIApp:

@@ -6,6 +6,7 @@ from fastapi import APIRouter, Request, Response
 
 from paramserver.limits import NPY_BODY_BYTES_MAX
 from paramserver_node import negotiate
+from paramserver_node.app import FOR_HEAD
 from paramserver_node.conditions import Conditions
 from paramserver_node.queries import takes_query
 from paramserver_node.roles import role
@@ -21,15 +22,13 @@ def router(serving: Serving, arrays: ArrayService, telemetry: Telemetry) -> APIR
     """Return the router of `GET /pull/{m}/{name}`, and of `GET` and `PUT /models/{m}/params/{name}`."""
     routes = APIRouter()
 
-    @routes.head("/pull/{m}/{name:path}")
-    @routes.head("/models/{m}/params/{name:path}")
     @routes.get("/pull/{m}/{name:path}")
     @routes.get("/models/{m}/params/{name:path}")
     @role("reader")
     async def get_array(request: Request, m: str, name: str) -> Response:
         began_s = telemetry.clock()
         serving.check()
-        head = request.method == "HEAD"
+        head = FOR_HEAD in request.scope
         grow = account(request.scope).grow
         answer = await arrays.get(m, name, Conditions.of(request.headers), grow, head=head)
         serving.check()

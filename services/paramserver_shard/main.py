@@ -27,7 +27,7 @@ from paramserver_node.race import race
 from paramserver_node.server import Tls, freeze_gc, run, serve_tcp, serve_unix, stop_on_signals
 from paramserver_node.settings import ShardSettings, url_of
 from paramserver_node.transfer_threads import TransferThreads
-from paramserver_shard.app import Services, make_app
+from paramserver_shard.app import Services, make_app, served
 from paramserver_shard.arrays import ArrayService
 from paramserver_shard.arriving import check_part
 from paramserver_shard.buffers import BufferPool
@@ -213,7 +213,7 @@ async def serve(settings: ShardSettings) -> bool:
         shard = assemble(settings, group, access, stop)
         membership, runtime, lending = shard.services.membership, shard.services.runtime, shard.services.lending
         try:
-            app = make_app(shard.services)
+            app = served(make_app(shard.services), shard.services)
             threads = TransferThreads.if_supported()
             tcp = serve_tcp(app, settings.host, settings.port, stop, tls=tls, grace_s=GRACE_S, transfer_threads=threads)
             serving = group.create_task(tcp)

@@ -5,14 +5,13 @@ from collections.abc import AsyncIterator
 
 import httpx
 import pytest
-from fastapi import FastAPI
 from prometheus_client import REGISTRY
-from starlette.types import Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from paramserver_node import roles
 from paramserver_node.forward import FORWARDED_BY_SHARD
 from paramserver_node.settings import ShardSettings
-from paramserver_shard.app import make_app
+from paramserver_shard.app import make_app, served
 from paramserver_shard.buffers import SMALL_BYTES
 from paramserver_shard.main import Shard, assemble
 
@@ -29,9 +28,9 @@ async def shard() -> AsyncIterator[Shard]:
 
 
 @pytest.fixture
-def app(shard: Shard) -> FastAPI:
-    """Its app."""
-    return make_app(shard.services)
+def app(shard: Shard) -> ASGIApp:
+    """What it serves."""
+    return served(make_app(shard.services), shard.services)
 
 
 async def test_gradients_that_wait_take_half_of_its_memory_at_most(shard: Shard) -> None:
@@ -44,15 +43,15 @@ async def test_gradients_that_wait_take_half_of_its_memory_at_most(shard: Shard)
     assert [REGISTRY.get_sample_value(f"paramserver_{name}") for name in names] == [5 << 20, 32 << 20, 64 << 20]
 
 
-async def test_every_route_carries_a_role(app: FastAPI) -> None:
+async def test_every_route_carries_a_role(shard: Shard) -> None:
     """Every route has a role, including the plain ASGI endpoints."""
-    marks = {getattr(route, "path", ""): roles.role_of(route) for route in roles.routes(app)}
+    marks = {getattr(route, "path", ""): roles.role_of(route) for route in roles.routes(make_app(shard.services))}
     assert {"/push", "/pull", "/pushpull", "/livez", "/internal/set/{model}", "/{path:path}"} <= set(marks)
     assert None not in marks.values(), marks
     assert (marks["/push"], marks["/pull"]) == ("worker", "reader")
 
 
-async def test_before_it_has_joined_a_shard_serves_nothing(app: FastAPI) -> None:
+async def test_before_it_has_joined_a_shard_serves_nothing(app: ASGIApp) -> None:
     """Before it has joined, a shard answers 503 to values, to be asked again soon, is live, and says why not ready."""
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://shard") as client:
         for answer in (await client.post("/pull", json={"model": "m"}), await client.get("/pull/m/w")):
@@ -65,7 +64,7 @@ async def test_before_it_has_joined_a_shard_serves_nothing(app: FastAPI) -> None
         assert (forwarded.status_code, forwarded.json()["code"]) == (503, "no_leader")
 
 
-async def test_what_another_shard_forwards_is_not_forwarded_again(app: FastAPI) -> None:
+async def test_what_another_shard_forwards_is_not_forwarded_again(app: ASGIApp) -> None:
     """A shard that another shard takes for a scheduler answers with 404 and the path, whatever the query is."""
 
     async def with_query(scope: Scope, receive: Receive, send: Send) -> None:
@@ -77,7 +76,7 @@ async def test_what_another_shard_forwards_is_not_forwarded_again(app: FastAPI) 
     assert answer.json()["detail"] == "a shard does not serve /a b"
 
 
-async def test_a_shard_that_is_no_member_tells_what_it_holds(shard: Shard, app: FastAPI) -> None:
+async def test_a_shard_that_is_no_member_tells_what_it_holds(shard: Shard, app: ASGIApp) -> None:
     """Gauges show the moment at which they are read; they showed that of the last heartbeat, however long ago."""
     held = shard.services.runtime.pool.take_bytes(SMALL_BYTES)
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://shard") as client:

@@ -46,8 +46,6 @@ async def pushpull(request: Request) -> Response:
     return await hand_over(request)
 
 
-@router.head("/pull/{m}/{name:path}", include_in_schema=False)
-@router.head("/models/{m}/params/{name:path}", include_in_schema=False)
 @router.get("/pull/{m}/{name:path}", response_class=Response, responses=docs.NPY_ANSWERS)
 @router.get("/models/{m}/params/{name:path}", response_class=Response, responses=docs.NPY_ANSWERS)
 @role("reader")
