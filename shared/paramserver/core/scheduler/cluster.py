@@ -14,7 +14,7 @@ from paramserver.core.commit import Commit
 from paramserver.core.heartbeat_rows import Row
 from paramserver.core.near import near
 from paramserver.core.scheduler.balance import COPIES
-from paramserver.core.scheduler.io import Effect, ForgetModel, ForgetOthers, LoadFiles, Publish, Reply, Store
+from paramserver.core.scheduler.io import Effect, ForgetOthers, LoadFiles, Publish, Reply, Store
 from paramserver.core.scheduler.membership import Member, Shard, Worker, current
 from paramserver.core.scheduler.models import Model
 from paramserver.core.scheduler.owner import Owner
@@ -198,13 +198,11 @@ class Cluster:
             model.reading = True
             self.perform(LoadFiles(model.key, files, sorted(model.lost)))
 
-    def forget_model(self, key: ModelKey, partitions: int) -> None:
-        """Delete the model's keys in Redis; the intent is stored first, so that a crash does not leave them behind."""
-        self.save(f"gone:{key}", lambda: {"model": key.name, "generation": key.generation, "partitions": partitions})
-        self.perform(ForgetModel(key))
-
     def forget_others(self) -> None:
-        """Delete what Redis has of models that are gone: it has lost that they are, or a shard wrote when they went."""
+        """Delete what Redis has of models that are gone, by what is stored then.
+
+        After each deletion; by a new leader, as the last one may not have come to it; and if Redis lost that they are.
+        """
         if self.generations:
             self.perform(ForgetOthers(frozenset(m.key for m in self.models.values()), self.generations))
 

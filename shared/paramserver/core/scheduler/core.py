@@ -56,7 +56,6 @@ class SchedulerCore:
             io.DeleteModel: models.delete,
             io.ParameterUploaded: models.uploaded,
             io.FilesLoaded: models.files_loaded,
-            io.ModelForgotten: models.forgotten,
             io.StartRestore: models.start_restore,
             io.RestoreFinished: models.finish_restore,
             io.ModelRestored: models.restored,

@@ -23,7 +23,6 @@ from paramserver.core.scheduler.model_events import CreateModel as CreateModel
 from paramserver.core.scheduler.model_events import DeleteCheckpoint as DeleteCheckpoint
 from paramserver.core.scheduler.model_events import DeleteModel as DeleteModel
 from paramserver.core.scheduler.model_events import FilesLoaded as FilesLoaded
-from paramserver.core.scheduler.model_events import ModelForgotten as ModelForgotten
 from paramserver.core.scheduler.model_events import ModelRestored as ModelRestored
 from paramserver.core.scheduler.model_events import ParameterUploaded as ParameterUploaded
 from paramserver.core.scheduler.model_events import PatchModel as PatchModel
@@ -237,7 +236,7 @@ Event: TypeAlias = (
     | ModelRestored | JoinWorker | DeleteDataset | CheckpointRead
     | WorkerHeartbeat | LeaveWorker | DrainWorker | ClockStaged | ReportClock | ReportMetrics | RegisterDataset
     | LeaseTask | TaskDone | RequestEvaluation | RequestCheckpoint | CheckpointWritten | CheckpointFailed | CreateRun
-    | PatchRun | JoinPool | PoolHeartbeat | LeavePool | PlaceDone | ModelForgotten | RequestGone | Tick | ClockStepped
+    | PatchRun | JoinPool | PoolHeartbeat | LeavePool | PlaceDone | RequestGone | Tick | ClockStepped
 )  # fmt: skip
 
 
@@ -325,24 +324,19 @@ class RemoveCheckpoint(Struct, frozen=True):
     creation: str
 
 
-class ForgetModel(Struct, frozen=True):
-    """Delete every Redis key of the partitions of that generation; completed by `ModelForgotten`."""
-
-    model: ModelKey
-
-
 class ForgetOthers(Struct, frozen=True):
-    """Delete the Redis keys of partitions of all models that it `concerns`; no event follows."""
+    """Delete the Redis keys of partitions of all models that it `concerns`; no event follows.
+
+    A later one concerns all that this one does.
+    """
 
     kept: frozenset[ModelKey]
     newest: int
     """The last generation that was given out; models that have been created since are not concerned."""
 
     def concerns(self, model: ModelKey) -> bool:
-        """Whether that model is gone: Redis has its keys because it came back with older data."""
+        """Whether that model is gone."""
         return model.generation <= self.newest and model not in self.kept
 
 
-Effect: TypeAlias = (
-    Store | Publish | Reply | LoadFiles | WriteCheckpoint | RemoveCheckpoint | ForgetModel | ForgetOthers
-)
+Effect: TypeAlias = Store | Publish | Reply | LoadFiles | WriteCheckpoint | RemoveCheckpoint | ForgetOthers

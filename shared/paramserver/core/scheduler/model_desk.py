@@ -13,7 +13,6 @@ from paramserver.core.scheduler.io import (
     CreateModel,
     DeleteModel,
     FilesLoaded,
-    ModelForgotten,
     ModelRestored,
     ParameterUploaded,
     PatchModel,
@@ -214,11 +213,8 @@ class ModelDesk:
             self.c.drop(f"checkpoint:{model.name}:{record}")
         self.c.map_changed()
         self.c.publish(model.gone_document())
-        self.c.forget_model(model.key, len(model.owners))
+        self.c.forget_others()
         self.runs.model_gone(model.name, now)
-
-    def forgotten(self, e: ModelForgotten, now: float) -> None:
-        self.c.drop(f"gone:{e.model}")
 
     # --- initial values ---
 

@@ -78,12 +78,6 @@ class FilesLoaded(Struct, frozen=True):
     error: PsError | None = None
 
 
-class ModelForgotten(Struct, frozen=True):
-    """Completion of `ForgetModel`: no keys of that generation's partitions are left in Redis."""
-
-    model: ModelKey
-
-
 class StartRestore(Struct, frozen=True):
     """POST /models/{m}/restore into an existing model: commits pause. Answer 200 with the model document.
 
