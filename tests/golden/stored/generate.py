@@ -2,7 +2,7 @@
 
     python -m tests.golden.stored.generate 1.3
 
-Files of earlier formats are never regenerated: `1.2.json` was written by the version before.
+A file of an earlier format is never regenerated.
 """
 
 import asyncio

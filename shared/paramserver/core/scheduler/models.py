@@ -401,7 +401,7 @@ class Model:
             clock["pending_cut"],
             wanted=clock["cut_wanted"],
             lacks_first=clock["switched"],
-            skipped=clock.get("skipped", 0),  # an earlier version stored none
+            skipped=clock["skipped"],
             moved=True,  # Owners may have changed since.
         )
         m.evaluated = clock["evaluated"]

@@ -10,7 +10,6 @@ from typing import Any
 from paramserver.core.commit import Contribution
 from paramserver.core.layout import Layout
 from paramserver.core.partition_state import HeldPart, LoadedState, PartitionState
-from paramserver.core.ranges import RangeArray, of_pairs
 from paramserver.core.settings import spec_from_document
 from paramserver.core.shard.effects import AssignTask, Task
 from paramserver.core.shard.events import AssignPart, TaskResult
@@ -111,7 +110,7 @@ class Replay:
 
     def _push(self, entry: JournalEntry) -> None:
         head, (data,) = entry.head, entry.arrays
-        task = single_task(self._p.update_input(), data, head["dtype"], _ranges(head), head["scale"], head["rate"])
+        task = single_task(self._p.update_input(), data, head["dtype"], head["ranges"], head["scale"], head["rate"])
         self._remember(head, self._p.version + 1)
         self._publish(self._compute(task).state)
 
@@ -124,7 +123,7 @@ class Replay:
         base = None if head["base"] is None else (head["base"][0], head["base"][1])
         (data,) = entry.arrays
         held = HeldPart(
-            worker, epoch, head["clock"], head["seq"], base, head["scale"], _ranges(head), data, head["dtype"]
+            worker, epoch, head["clock"], head["seq"], base, head["scale"], head["ranges"], data, head["dtype"]
         )
         if p.spec.consistency.mode == "sync":
             p.stage(held)
@@ -165,12 +164,12 @@ class Replay:
         data, *slots = entry.arrays
         assert p.state is not None
         steps = None if head["steps"] is None else tuple(head["steps"])
-        part = AssignPart(p.index, data, head["dtype"], True, _ranges(head), tuple(slots) or None, steps)
+        part = AssignPart(p.index, data, head["dtype"], True, head["ranges"], tuple(slots) or None, steps)
         state = self._compute(AssignTask(p.key, p.state, part)).state
         if state is None:
             raise problem("corrupt_state", f"replay gives a non-finite value in partition {p.key}")
         p.state = p.assigned(part, state)
-        least = head.get("least", 0)
+        least = head["least"]
         initial = max(p.version, least)  # while the model lacked initial values
         p.version = initial if head["version"] == initial else max(p.version + 1, least)
         if head["restore"]:
@@ -193,7 +192,3 @@ def replay(
     for entry in entries:
         run.add(entry)
     return run.result()
-
-
-def _ranges(head: Mapping[str, Any]) -> RangeArray | None:
-    return None if head["ranges"] is None else of_pairs(head["ranges"])
