@@ -23,7 +23,7 @@ from paramserver.core.shard.journal import JournalEntry
 from paramserver.core.shard.replay import Replay, replay
 from paramserver.core.spec import ModelSpec
 from paramserver.errors import CorruptState, PsError
-from paramserver.testing.shard_driver import InMemoryStore, ShardDriver, loaded, perform
+from paramserver.testing.shard_driver import InMemoryStore, ShardDriver, perform
 from paramserver.types import F32, ModelKey, PartitionKey, PushId
 from paramserver.wire.tensor import slice_crc
 from paramserver_shard.journal import decode, encode
@@ -132,7 +132,7 @@ class Session:
 
     def look(self) -> None:
         """Take a fingerprint of the live partition."""
-        capture = loaded(self.partition.capture())
+        capture = LoadedState.of(self.partition.capture())
         self.recording.states[capture.lsn] = fingerprint(capture)
 
     def gradient(self, n: int = SIZE) -> F32:
@@ -212,7 +212,7 @@ class Session:
         self.driver.send(RosterChanged(self.driver.view.model, {} if gone else ROSTER))
 
     def snapshot(self) -> None:
-        self.recording.snapshots.append(loaded(self.partition.capture()))
+        self.recording.snapshots.append(LoadedState.of(self.partition.capture()))
 
 
 def mode(name: str, **fields: Any) -> tuple[str, dict[str, Any]]:

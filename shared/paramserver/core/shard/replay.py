@@ -7,6 +7,8 @@ entry that does not follow from the state before it raises CorruptState; it is n
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+from msgspec.structs import replace
+
 from paramserver.core.commit import Contribution
 from paramserver.core.layout import Layout
 from paramserver.core.partition_state import HeldPart, LoadedState, PartitionState
@@ -78,20 +80,8 @@ class Replay:
 
     def result(self) -> LoadedState:
         """The partition after the last entry."""
-        p = self._p
-        assert p.state is not None
-        return LoadedState(
-            p.state,
-            p.version,
-            p.clock,
-            p.remembered(),
-            tuple(p.buffered),
-            self._known,
-            p.lsn,
-            tuple(h for parts in p.staged.values() for h in parts),
-            p.settings() if self._known else None,
-            self._bytes,
-        )
+        loaded = replace(LoadedState.of(self._p.capture()), replayed_bytes=self._bytes)
+        return loaded if self._known else replace(loaded, stored=False, settings=None)
 
     def _broken(self, entry: JournalEntry, why: str) -> PsError:
         return problem("corrupt_state", f"journal entry {entry.lsn} of partition {self._p.key}: {why}")
