@@ -56,8 +56,8 @@ def _fill(c: Cluster, groups: Mapping[str, Mapping[str, Mapping[str, Any]]], now
     for name, doc in groups["model"].items():
         c.models[name] = Model.of(doc, groups["place"][name], groups["clock"][name], now)
     for model, parameter, _ in _of_models(c, groups["filled"]):
-        model.filled.add(parameter)
-        model.missing.discard(parameter)
+        model.initial.filled.add(parameter)
+        model.initial.missing.discard(parameter)
     for model, name, doc in _of_models(c, groups["worker"]):
         worker = model.roster.workers[name] = Worker.of(name, doc, now, c.wall_offset_s)
         _set_clock(worker, model, groups["clock"][model.name]["late"].get(name))
