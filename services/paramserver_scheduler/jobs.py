@@ -69,6 +69,9 @@ class Jobs:
         """(model, checkpoint) -> held by whoever writes, deletes, or reads its files to restore them."""
         self._restoring: set[str] = set()
         """Models that are being restored."""
+        self._newest: io.ForgetOthers | None = None
+        self._forgetting = asyncio.Lock()
+        """Held while keys are looked through, so that of many deletions in a row not each does so."""
 
     def start(self, effect: io.Effect) -> None:
         """Start the job of an effect without blocking."""
@@ -80,10 +83,9 @@ class Jobs:
                 work = self._remove(model, name, creation)
             case io.LoadFiles():
                 work = self._load_files(effect)
-            case io.ForgetModel(model):
-                work = self._forget(model)
             case io.ForgetOthers():
-                work = self._delete("{*/*}:*", partial(_concerns, effect))
+                self._newest = effect
+                work = self._forget(effect)
             case _:
                 raise TypeError(f"no job: {effect}")
         self._group.create_task(work)
@@ -337,31 +339,31 @@ class Jobs:
         else:
             self._runtime.send(io.FilesLoaded(effect.model, list(effect.files)))
 
-    async def _forget(self, model: ModelKey) -> None:
-        if await self._delete(f"{{{model}/*", lambda key: True):
-            self._runtime.send(io.ModelForgotten(model))
-
-    async def _delete(self, match: str, concerned: Callable[[bytes], bool]) -> bool:
+    async def _forget(self, effect: io.ForgetOthers) -> None:
         """Delete these keys twice: the second pass finds what a shard was writing when it heard of a deletion.
 
-        Returns False if another scheduler leads by now, which does this itself, and may have given a generation again.
+        A later effect, which concerns all that this one does, ends it.  So does another leader, which does this itself,
+        and may have given a generation again.
         """
         passes = 0
         while passes < 2:
-            try:
-                await self._runtime.check_leads()
-            except PsError:
-                return False
-            try:
-                keys = [k async for k in self._redis.scan_iter(match=match, count=SCAN_COUNT) if concerned(k)]
-                for at in range(0, len(keys), SCAN_COUNT):
-                    await self._redis.unlink(*keys[at : at + SCAN_COUNT])
-                passes += 1
-            except (RedisError, OSError) as e:
-                log.warning("keys.stay match=%s %s", match, e)
+            async with self._forgetting:
+                if effect is not self._newest:
+                    return
+                try:
+                    await self._runtime.check_leads()
+                except PsError:
+                    return
+                try:
+                    found = self._redis.scan_iter(match="{*/*}:*", count=SCAN_COUNT)
+                    keys = [key async for key in found if _concerns(effect, key)]
+                    for at in range(0, len(keys), SCAN_COUNT):
+                        await self._redis.unlink(*keys[at : at + SCAN_COUNT])
+                    passes += 1
+                except (RedisError, OSError) as e:
+                    log.warning("keys.stay %s", e)
             if passes < 2:
                 await asyncio.sleep(SETTLE_S)
-        return True
 
     def _owner(self, model: ModelKey) -> Owner:
         return lambda index: self._read.owner(model, index)

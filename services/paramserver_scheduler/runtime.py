@@ -202,7 +202,8 @@ class Runtime:
 
         The next leader starts from the stored state.
         """
-        self._answer(getattr(event, "request", 0), as_problem(error), 500)
+        if isinstance(event, io.Request):
+            self._answer(event.request, as_problem(error), 500)
         self.close(problem("unavailable", "this scheduler hit an internal error and is restarting; see its log"))
         self._failures.put_nowait(error)
 

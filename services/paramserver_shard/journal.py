@@ -30,16 +30,13 @@ from paramserver_node.redis import partition_key, token_text, transfer_timeout
 from paramserver_shard.scripts import Script, ScriptRunner
 
 FORMAT: Final = "1.2"
-"""Format of an entry.  In 1.1, which is still read, ranges were lists of pairs; now they are an array's bytes."""
+"""Format of an entry; a new field raises it."""
 _INLINE_BYTES: Final = 1 * MIB
 """Groups of at most this size are encoded on the event loop, larger ones in a thread."""
 _PAGE_BYTES: Final = 16 * MIB
 _PAGE_ENTRIES_MAX: Final = 1024
 _PAGE_GROWTH: Final = 4
 """The next page may have at most this many times as many entries: large ones may follow small ones."""
-
-_READ: Final = ("1.1", FORMAT)
-"""A new field of an entry raises FORMAT; beside its own a version reads that of the previous minor version."""
 
 _Page = Sequence[tuple[bytes, dict[bytes, bytes]]]
 
@@ -213,8 +210,8 @@ def decode(key: PartitionKey, lsn: int, fields: dict[bytes, bytes]) -> JournalEn
         data = fields[b"d"]
     except (KeyError, TypeError, ValueError, msgpack.UnpackException) as e:
         raise _damaged(key, f"entry {lsn} is damaged ({str(e) or type(e).__name__})") from None
-    if stored not in _READ:
-        raise _damaged(key, f"entry {lsn} has format {stored!r:.20}, this version reads {' and '.join(_READ)}")
+    if stored != FORMAT:
+        raise _damaged(key, f"entry {lsn} has format {stored!r:.20}, this version reads {FORMAT}")
     if not isinstance(head, bytes) or zlib_ng.crc32(data, zlib_ng.crc32(head)) != checksum:
         raise _damaged(key, f"entry {lsn} does not match its checksum")
     document = msgpack.unpackb(head, strict_map_key=False)
@@ -226,7 +223,7 @@ def decode(key: PartitionKey, lsn: int, fields: dict[bytes, bytes]) -> JournalEn
         arrays.append(np.frombuffer(data[at : at + size], dtype))
         at += size
     entry_head = document["head"]
-    if isinstance(entry_head.get("ranges"), bytes):
+    if entry_head.get("ranges") is not None:
         entry_head["ranges"] = of_bytes(entry_head["ranges"])
     return JournalEntry(key, document["token"], lsn, document["kind"], entry_head, tuple(arrays))
 

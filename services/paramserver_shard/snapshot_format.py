@@ -1,7 +1,4 @@
-"""The stored form of snapshots: head and arrays of a capture, as a stream that is cut into blocks, and a manifest.
-
-This is format 1.3. Format 1.2, where the ranges of held gradients were lists in the head, is still read.
-"""
+"""The stored form of snapshots: head and arrays of a capture, as a stream that is cut into blocks, and a manifest."""
 
 import json
 import struct
@@ -14,13 +11,11 @@ from msgspec.structs import asdict
 from zlib_ng import zlib_ng
 
 from paramserver.core.partition_state import Capture, HeldPart, LoadedState, PartitionState
-from paramserver.core.ranges import of_pairs
 from paramserver.errors import PsError, problem
 from paramserver.limits import SNAPSHOT_BLOCK_BYTES
 from paramserver.types import U8, AnyArray
 
 FORMAT: Final = "1.3"
-_READ: Final = ("1.2", FORMAT)
 _ALIGN: Final = 64
 
 Entry = Mapping[str, Any]
@@ -80,18 +75,17 @@ def _arrays(part: HeldPart) -> tuple[AnyArray, ...]:
 
 def _held(head: Mapping[str, Any], rest: list[AnyArray]) -> HeldPart:
     """Rebuild a held gradient; its arrays are the last of `rest`, which are taken away."""
-    base, data, ranges = head["base"], rest.pop(), head["ranges"]
-    if ranges is not None:  # a list before format 1.3
-        ranges = rest.pop().reshape(-1, 2) if ranges is True else of_pairs(ranges)
+    base, data = head["base"], rest.pop()
+    ranges = None if head["ranges"] is None else rest.pop().reshape(-1, 2)
     return HeldPart(**{**head, "base": None if base is None else tuple(base), "ranges": ranges, "data": data})
 
 
-def newer(what: str, found: object) -> PsError:
+def other_format(what: str, found: object) -> PsError:
     """Make the error for something stored in a format that this version does not know."""
     return problem(
         "corrupt_state",
-        f"{what} has format {str(found)[:20]}; this version reads {_READ[0]} to {FORMAT}",
-        hint="it was written by a newer or a much older version, or is damaged",
+        f"{what} has format {str(found)[:20]}; this version reads {FORMAT}",
+        hint="it was written by another version, or is damaged",
     )
 
 
@@ -102,16 +96,16 @@ def pack_manifest(entries: Sequence[Entry]) -> str:
 
 
 def read_manifest(text: bytes | str, what: str) -> list[dict[str, Any]]:
-    """Decode the entries of a manifest; raises CorruptState if it is damaged or of a newer format."""
+    """Decode the entries of a manifest; raises CorruptState if it is damaged or of another format."""
     try:
         document = json.loads(text)
-        if document["format"] not in _READ:
-            raise newer(what, document["format"])
+        if document["format"] != FORMAT:
+            raise other_format(what, document["format"])
         entries: list[dict[str, Any]] = document["snapshots"]
         good = document["crc32"] == _entries_crc(entries)
         for entry in entries:
-            if entry["format"] not in _READ:
-                raise newer(f"a snapshot in {what}", entry["format"])
+            if entry["format"] != FORMAT:
+                raise other_format(f"a snapshot in {what}", entry["format"])
     except (ValueError, TypeError, KeyError, AttributeError):
         good = False
     if not good:
@@ -131,11 +125,11 @@ def encode_head(head: Mapping[str, Any], arrays: Sequence[AnyArray]) -> bytes:
 
 
 def decode_head(stream: U8) -> tuple[dict[str, Any], int]:
-    """Return (head, offset of the arrays) of a stream with intact blocks; raises CorruptState for a newer format."""
+    """Return (head, offset of the arrays) of a stream with intact blocks; raises CorruptState for another format."""
     (size,) = struct.unpack("<I", stream[:4].tobytes())
     head = msgpack.unpackb(stream[4 : 4 + size].tobytes(), strict_map_key=False)
-    if head.get("format") not in _READ:
-        raise newer("a snapshot", head.get("format"))
+    if head.get("format") != FORMAT:
+        raise other_format("a snapshot", head.get("format"))
     return head, 4 + size + (-(4 + size) % _ALIGN)
 
 

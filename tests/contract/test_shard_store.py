@@ -52,7 +52,7 @@ def values(version: int, count: int = 1000) -> F32:
 def stored(version: int, *arrays: F32) -> tuple[dict[str, Any], tuple[AnyArray, ...]]:
     """Return the stored form of a partition with these values and optimizer state."""
     state = PartitionState(arrays[0], arrays[1:], ())
-    return to_stored(Capture(KEY, TOKEN, version, 0, state, {}))
+    return to_stored(Capture(state, version, key=KEY, token=TOKEN))
 
 
 async def save(

@@ -18,7 +18,7 @@ def save(store: InMemoryStore, clock: int, *, cut: bool, pinned: int | None) -> 
     """Store the state at a clock, after as many commands."""
     state = PartitionState(np.full(4, clock, np.float32), (), (clock,))
     store.append(JournalEntry(KEY, 1, clock, "commit", {}))
-    store.save(StoreSnapshot(Capture(KEY, 1, clock, clock, state, {}, lsn=clock), cut), pinned)
+    store.save(StoreSnapshot(Capture(state, clock, clock, lsn=clock, key=KEY, token=1), cut), pinned)
 
 
 def test_a_whole_state_displaces_no_cut_that_may_count() -> None:

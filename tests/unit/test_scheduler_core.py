@@ -71,21 +71,8 @@ def test_a_model_deleted_and_made_anew_has_a_higher_generation() -> None:
     d.ask(lambda n: io.DeleteModel(n, "m"))
     assert code(d, waiting) == "unknown_model"
     assert not [k for k in d.hash if k.split(":")[0] in ("model", "worker", "clock", "place")]
-    assert any(isinstance(w, io.ForgetModel) and w.model == ModelKey("m", 1) for w in d.work)
+    assert [w.concerns(ModelKey("m", 1)) for w in d.work if isinstance(w, io.ForgetOthers)] == [True]
     assert d.model()["generation"] == 2
-
-
-def test_what_a_deleted_model_left_is_deleted_whoever_leads_by_then() -> None:
-    """A new leader starts deleting a deleted model's keys again, unless all are reported deleted."""
-    d = Driver.with_model(name="a.b")
-    d.ask(lambda n: io.DeleteModel(n, "a.b"))
-    for doing in ([io.ForgetModel(ModelKey("a.b", 1))], []):
-        d.work.clear()
-        d.restart()
-        d.do(io.Tick())
-        assert [w for w in d.work if isinstance(w, io.ForgetModel)] == doing
-        d.do(io.ModelForgotten(ModelKey("a.b", 1)))
-    assert not [k for k in d.hash if k.startswith("gone")]
 
 
 def test_async_death_of_a_shard_moves_its_partitions_alone() -> None:

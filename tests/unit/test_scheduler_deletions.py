@@ -17,15 +17,14 @@ from .scheduling import SPEC, Driver
 
 
 async def test_keys_of_a_model_that_is_gone_are_deleted_once_redis_answers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A deleted model's keys are deleted in two passes, each retried while Redis is away, before that is reported."""
+    """A deleted model's keys are deleted in two passes, each retried while Redis is away."""
     monkeypatch.setattr("paramserver_scheduler.jobs.SETTLE_S", 0.0)
-    passes: Iterator[list[bytes] | OSError] = iter([[b"{m.1/0}state"], OSError("away"), []])
+    passes: Iterator[list[bytes] | OSError] = iter([[b"{m.1/0}:state"], OSError("away"), []])
     d = Driver.with_model()
     d.ask(lambda n: io.DeleteModel(n, "m"))
     deleted: list[bytes] = []
 
     async def scan(match: str, count: int) -> AsyncIterator[bytes]:
-        assert match == "{m.1/*"
         keys = next(passes)
         if isinstance(keys, OSError):
             raise keys
@@ -40,11 +39,10 @@ async def test_keys_of_a_model_that_is_gone_are_deleted_once_redis_answers(monke
     unused: Any = Mock()
     async with asyncio.TaskGroup() as group:
         jobs = Jobs(runtime, unused, unused, unused, redis, unused, group, "s")
-        jobs.start(next(w for w in d.work if isinstance(w, io.ForgetModel)))
+        jobs.start(next(w for w in d.work if isinstance(w, io.ForgetOthers)))
 
-    assert deleted == [b"{m.1/0}state"]
+    assert deleted == [b"{m.1/0}:state"]
     assert next(passes, None) is None
-    assert not [k for k in d.hash if k.startswith("gone")]
 
 
 def test_a_redis_that_came_back_with_older_data_is_rid_of_what_was_deleted_since() -> None:
@@ -71,7 +69,7 @@ def test_a_new_leader_deletes_what_is_left_of_models_that_are_gone() -> None:
     d = Driver.with_model()
     d.model(name="other")
     d.ask(lambda n: io.DeleteModel(n, "m"))
-    d.do(io.ModelForgotten(ModelKey("m", 1)))
+    d.work.clear()
     d.send(lambda n: io.CreateModel(n, SPEC, "x"), 1)
     d.do(io.Tick())
     d.model(name="later")
@@ -98,11 +96,41 @@ async def test_a_deposed_leader_deletes_no_keys(monkeypatch: pytest.MonkeyPatch,
         for key in found:
             yield key
 
-    for effect in (next(w for w in d.work if isinstance(w, io.ForgetModel)), io.ForgetOthers(frozenset(), 1)):
-        over = AsyncMock(side_effect=[None] * checks + [problem("no_leader", "another one leads")])
-        runtime: Any = SimpleNamespace(core=d.core, send=d.do, check_leads=over)
-        redis, unused, scans = cast(Any, SimpleNamespace(scan_iter=scan)), cast(Any, Mock()), 0
-        async with asyncio.TaskGroup() as group:
-            Jobs(runtime, unused, unused, unused, redis, unused, group, "s").start(effect)
-        assert scans == checks
-    assert [k for k in d.hash if k.startswith("gone")]
+    over = AsyncMock(side_effect=[None] * checks + [problem("no_leader", "another one leads")])
+    runtime: Any = SimpleNamespace(core=d.core, send=d.do, check_leads=over)
+    redis, unused = cast(Any, SimpleNamespace(scan_iter=scan)), cast(Any, Mock())
+    async with asyncio.TaskGroup() as group:
+        jobs = Jobs(runtime, unused, unused, unused, redis, unused, group, "s")
+        jobs.start(next(w for w in d.work if isinstance(w, io.ForgetOthers)))
+    assert scans == checks
+
+
+async def test_of_many_deletions_the_last_one_looks_for_the_keys_of_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keys are looked through once for all that is deleted meanwhile, and no key of a model that is there goes."""
+    monkeypatch.setattr("paramserver_scheduler.jobs.SETTLE_S", 0.0)
+    d = Driver()
+    names = [f"m-{i}" for i in range(20)]
+    for name in (*names, "stays"):
+        d.model(name=name)
+    scans = 0
+    deleted: list[bytes] = []
+
+    async def scan(**_: Any) -> AsyncIterator[bytes]:
+        nonlocal scans
+        scans += 1
+        for number in range(1, 22):
+            yield b"{%s.%d/0}:token" % (b"stays" if number == 21 else b"m-%d" % (number - 1), number)
+
+    async def unlink(*keys: bytes) -> None:
+        deleted.extend(keys)
+
+    runtime: Any = SimpleNamespace(core=d.core, send=d.do, check_leads=AsyncMock())
+    redis, unused = cast(Any, SimpleNamespace(scan_iter=scan, unlink=unlink)), cast(Any, Mock())
+    async with asyncio.TaskGroup() as group:
+        jobs = Jobs(runtime, unused, unused, unused, redis, unused, group, "s")
+        for name in names:
+            d.ask(lambda n, name=name: io.DeleteModel(n, name))  # type: ignore[misc]
+            jobs.start(d.work[-1])
+
+    assert scans == 2
+    assert deleted == [b"{m-%d.%d/0}:token" % (i, i + 1) for i in range(20)] * 2

@@ -62,7 +62,7 @@ def test_a_restore_that_a_death_has_just_undone_does_not_end(mode: str, in_place
     with refused_with("conflict", match="lost values"):
         d.ask(lambda n: io.RestoreFinished(n, key, places=before))
     model = d.core._c.models["m"]
-    assert model.restoring if in_place else model.awaits_restore
+    assert model.restoring if in_place else model.initial.awaits_restore
 
     d.shards.clear()
     d.shard("s0")

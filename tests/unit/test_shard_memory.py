@@ -149,7 +149,7 @@ def test_a_capture_survives_being_stored() -> None:
     layout = Layout(spec)
     first = first_state(LoadPartition(key, 9, "init", spec, layout), lambda n: np.empty(n, np.float32))
     held = HeldPart("w0", 1, -1, 7, (3, 9), 0.5, of_pairs([(0, 2)]), np.array([1, 2], np.uint16), "bfloat16")
-    capture = Capture(key, 9, 4, 0, first.state, {"windows": [["w0", 1, 3]]}, (held,))
+    capture = Capture(first.state, 4, 0, {"windows": [["w0", 1, 3]]}, (held,), key=key, token=9)
     head, arrays = to_stored(capture)
     back = from_stored(head, [a.copy() for a in arrays])
     assert (back.version, back.stored) == (4, True)

@@ -243,10 +243,11 @@ def test_the_ranges_of_waiting_gradients_are_not_copied_before_they_are_written(
     ranges, data = np.arange(2 * limits.RANGES_PER_REQUEST_MAX).reshape(-1, 2), np.ones(2, np.float32)
     state = PartitionState(np.ones(2, np.float32), (), (0,))
     held = tuple([HeldPart("w", 1, 0, i, None, 1.0, ranges + 2 * i, data, "float32") for i in range(40)])
+    key = PartitionKey(ModelKey("m", 1), 0)
     tracemalloc.start()
     try:
         for n in (0, 20, 40):
-            capture = Capture(PartitionKey(ModelKey("m", 1), 0), 1, 1, 0, state, {}, buffered=held[:n], staged=held[n:])
+            capture = Capture(state, 1, buffered=held[:n], staged=held[n:], key=key, token=1)
             head, arrays = snapshot_format.to_stored(capture)
             assert len(snapshot_format.encode_head(head, arrays)) < 1 << 14
             back = snapshot_format.from_stored(head, arrays)

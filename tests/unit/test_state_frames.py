@@ -3,6 +3,7 @@
 import msgpack
 import numpy as np
 import pytest
+from tests.refusals import refused_with
 
 from paramserver import limits
 from paramserver.core.optimizer_spec import OptimizerSpec
@@ -96,4 +97,12 @@ def test_a_number_that_cannot_be_is_refused(number: dict[str, int]) -> None:
     """An assignment cannot ask for a version below 0 or above the highest, or bring more slots than any optimizer."""
     part = {"partition": 0, "count": 5, **number}
     with pytest.raises(RequestError, match="frame header"):
+        decode_header(encode_header({"kind": "set", "model": "m", "generation": 4, "parts": [part]}), SetFrame)
+
+
+@pytest.mark.parametrize("ranges", [[], [[3, 3]], [[3, 5], [4, 6]], [[4, 6], [1, 2]]])
+def test_ranges_out_of_order_are_refused(ranges: list[list[int]]) -> None:
+    """An assignment to no range, an empty one, or ranges that are not sorted and disjoint is refused as it is read."""
+    part = {"partition": 0, "count": 5, "ranges": ranges}
+    with refused_with("invalid_range"):
         decode_header(encode_header({"kind": "set", "model": "m", "generation": 4, "parts": [part]}), SetFrame)

@@ -19,8 +19,8 @@ class Contribution(Struct, frozen=True):
 
     @classmethod
     def of(cls, row: Sequence[Any]) -> Self:
-        """The contribution that a row of a record or a journal describes; an earlier version wrote a 1 behind it."""
-        return cls(*row[:4])
+        """The contribution that a row of a record or a journal describes."""
+        return cls(*row)
 
 
 class Commit(Struct, frozen=True):

@@ -1,7 +1,7 @@
 """The state of one partition: live, captured for a snapshot, and loaded from one."""
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Self
 
 from msgspec import Struct, field
 
@@ -56,16 +56,14 @@ def held_bytes(ranges: RangeArray | None, data: AnyArray) -> int:
     return data.nbytes + (0 if ranges is None else ranges.nbytes)
 
 
-class Capture(Struct, frozen=True):
-    """One partition at one moment, ready to be stored; shares the live buffers, which never change."""
+class PartitionContents(Struct, frozen=True):
+    """What is stored of one partition, but for its settings; shares the live buffers, which never change."""
 
-    key: PartitionKey
-    token: Token
-    version: int
-    clock: int
-    """sync: number of commits applied, which is the next commit's `t`; identifies a cut."""
     state: PartitionState
-    memory: Mapping[str, Any]
+    version: int = 0
+    clock: int = 0
+    """sync: number of commits applied, which is the next commit's `t`; identifies a cut."""
+    memory: Mapping[str, Any] = field(default_factory=dict)
     """Windows and idempotency keys, as `PushMemory.export` returns them, to be stored as one msgpack map."""
     buffered: tuple[HeldPart, ...] = ()
     """Not yet in the values; `memory` has their pushes as accepted, so losing them loses pushes."""
@@ -73,6 +71,13 @@ class Capture(Struct, frozen=True):
     """Number of the last command in this state; the journal continues after it."""
     staged: tuple[HeldPart, ...] = ()
     """Contributions to future commits (sync); empty in a cut of a model at level `applied`."""
+
+
+class Capture(PartitionContents, frozen=True, kw_only=True):
+    """One partition at one moment, ready to be stored."""
+
+    key: PartitionKey
+    token: Token
     settings: Mapping[str, Any] = field(default_factory=dict)
     """The settings in force (see `core.settings`), plain msgpack values."""
 
@@ -82,19 +87,18 @@ class Capture(Struct, frozen=True):
         return self.state.nbytes + sum(h.nbytes for h in (*self.buffered, *self.staged))
 
 
-class LoadedState(Struct, frozen=True):
-    """The state a partition starts from: the fields of a stored `Capture`, or drawn initial values at version 0."""
+class LoadedState(PartitionContents, frozen=True, kw_only=True):
+    """The state a partition starts from: that of a stored `Capture`, or drawn initial values at version 0."""
 
-    state: PartitionState
-    version: int = 0
-    clock: int = 0
-    memory: Mapping[str, Any] = field(default_factory=dict)
-    buffered: tuple[HeldPart, ...] = ()
     stored: bool = False
     """Whether it came from a stored snapshot or a journal, so that this version is durable already."""
-    lsn: int = 0
-    staged: tuple[HeldPart, ...] = ()
     settings: Mapping[str, Any] | None = None
     """None: initial values; the model's current settings apply."""
     replayed_bytes: int = 0
     """Bytes of journal replayed on top of the snapshot."""
+
+    @classmethod
+    def of(cls, capture: Capture) -> Self:
+        """Return the state that a capture restores once it is stored."""
+        contents = [getattr(capture, name) for name in PartitionContents.__struct_fields__]
+        return cls(*contents, stored=True, settings=capture.settings)

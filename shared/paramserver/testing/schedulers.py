@@ -13,7 +13,7 @@ from paramserver.testing.contents import Contents
 from paramserver.testing.nodes import Node
 from paramserver.testing.storage import Number, SimRedis, Verdict
 from paramserver.testing.world import Answer, Call, World
-from paramserver.types import ModelKey, PartitionKey, Token
+from paramserver.types import PartitionKey, Token
 
 Document = Mapping[str, Any]
 TICK_S = 0.5
@@ -313,23 +313,17 @@ class SimScheduler(Node):
             case io.WriteCheckpoint(model, name):
                 # Files are not simulated: a checkpoint only serves to request a cut.
                 self.handle(io.CheckpointFailed(model, name, problem("storage_unavailable", "there is no disk")))
-            case io.ForgetModel(model):
-                self._forget(model)
             case io.ForgetOthers():
-                self.ask_redis("forget others", lambda redis: redis.forget(effect.concerns), lambda done: None)
+                self._forget(effect, self.term)
             case _:
                 raise AssertionError(f"the simulation has no {effect}")
 
-    def _forget(self, model: ModelKey) -> None:
+    def _forget(self, effect: io.ForgetOthers, term: int) -> None:
         def forgotten(done: bool | None) -> None:
-            if not self.leading:
-                return
-            if done:
-                self.handle(io.ModelForgotten(model))
-            else:
-                self.later(RETRY_S, "forget again", lambda: self._forget(model))
+            if not done and self.leading and self.term == term:  # a new term begins by doing this itself
+                self.later(RETRY_S, "forget again", lambda: self._forget(effect, term))
 
-        self.ask_redis("forget", lambda redis: redis.forget(lambda m: m == model), forgotten)
+        self.ask_redis("forget", lambda redis: redis.forget(effect.concerns), forgotten)
 
     # --- requests
 

@@ -111,27 +111,12 @@ class InMemoryStore:
     def load(self, effect: LoadPartition) -> LoadedState:
         """Return the state that a partition starts from; raises KeyError for an unknown cut."""
         if isinstance(effect.source, int):
-            return loaded(self.cuts[effect.key, effect.source])
+            return LoadedState.of(self.cuts[effect.key, effect.source])
         known = effect.source == "snapshot" or effect.spec.ack != "applied"
         kept = self.kept.get(effect.key, [])[self.damaged :] if known else []
-        base = loaded(kept[0]) if kept else first_state(effect, lambda n: np.empty(n, np.float32))
+        base = LoadedState.of(kept[0]) if kept else first_state(effect, lambda n: np.empty(n, np.float32))
         entries = self.journals.get(effect.key, ())
         return replay(effect.key, base, entries, effect.spec, effect.layout, perform) if entries else base
-
-
-def loaded(capture: Capture) -> LoadedState:
-    """Return the state that a stored capture restores."""
-    return LoadedState(
-        capture.state,
-        capture.version,
-        capture.clock,
-        capture.memory,
-        capture.buffered,
-        True,
-        capture.lsn,
-        capture.staged,
-        capture.settings,
-    )
 
 
 def perform(task: Task) -> TaskResult:

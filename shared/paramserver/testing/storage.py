@@ -14,7 +14,7 @@ from paramserver.core.shard.initial import has_assigned_values
 from paramserver.core.shard.journal import JournalEntry
 from paramserver.core.shard.replay import replay
 from paramserver.errors import problem
-from paramserver.testing.shard_driver import InMemoryStore, loaded, perform
+from paramserver.testing.shard_driver import InMemoryStore, perform
 from paramserver.types import ModelKey, PartitionKey, Token
 
 LEASE_S = 3.0
@@ -205,7 +205,7 @@ class SimRedis:
         entries = [e for e in self.store.journals.get(key, ()) if e.lsn <= capture.lsn]
         if key not in self.store.kept or not entries or entries[-1].lsn < capture.lsn:
             return
-        again = replay(key, loaded(self.store.kept[key][0]), entries, model.spec, model.layout, perform)
+        again = replay(key, LoadedState.of(self.store.kept[key][0]), entries, model.spec, model.layout, perform)
         a, b = (np.array([s.state.values, *s.state.slots]) for s in (again, capture))
         same = np.array_equal(a, b) and again.state.steps == capture.state.steps
         assert same, f"the journal of {key} gives other values"

@@ -39,7 +39,7 @@ class Uploader(SimClient):
 
     def _lacks(self, core: SchedulerCore) -> tuple[Sequence[str], set[int]]:
         model = core._c.models[self.sim.spec.name]
-        return sorted(model.missing), set(model.lost)
+        return sorted(model.initial.missing), set(model.initial.lost)
 
     def _upload(self, name: str, lost: set[int], token: str | None) -> Script:
         """Send a parameter's values to their owners, only to those that lost them if any did, and tell the leader."""

@@ -111,7 +111,7 @@ def header_end(prefix: Buffer) -> int:
 def decode_header(buf: Buffer, of: type[H]) -> tuple[H, int]:
     """Return (header, offset of the body) of a frame; `buf` must hold at least the whole header.
 
-    Raises RequestError: `malformed`, `too_large`, `not_built`, or what the header's own `check` raises.
+    Raises RequestError: `malformed`, `too_large`, `not_built`, `invalid_range`, or what the header's `check` raises.
     """
     offset = header_end(buf)
     end = PREFIX_BYTES + int.from_bytes(buf[4:8], "little")
@@ -128,16 +128,21 @@ def decode_header(buf: Buffer, of: type[H]) -> tuple[H, int]:
 
 
 def _read_ranges(_kind: type, raw: object) -> RangeArray:
-    """Return the ranges of a header, which may also be a list of pairs; `_check_parts` checks what they are."""
+    """Return the ranges of a header, which may also be a list of pairs: sorted, disjoint, and at least one."""
     if isinstance(raw, bytes) and len(raw) % RANGE_BYTES == 0:
-        return range_arrays.of_bytes(raw)
-    if isinstance(raw, list) and len(raw) > limits.RANGES_PER_REQUEST_MAX:
+        ranges = range_arrays.of_bytes(raw)
+    elif isinstance(raw, list) and len(raw) > limits.RANGES_PER_REQUEST_MAX:
         raise _too_many(len(raw))
-    try:
-        pairs = msgspec.convert(raw, _PAIRS)  # first: NumPy makes arrays of anything, of any size
-    except msgspec.ValidationError:
-        raise ValueError(f"ranges are pairs of integers, or {RANGE_BYTES} bytes each") from None
-    return range_arrays.of_pairs(pairs)
+    else:
+        try:
+            pairs = msgspec.convert(raw, _PAIRS)  # first: NumPy makes arrays of anything, of any size
+        except msgspec.ValidationError:
+            raise ValueError(f"ranges are pairs of integers, or {RANGE_BYTES} bytes each") from None
+        ranges = range_arrays.of_pairs(pairs)
+    if not len(ranges) or range_arrays.first_wrong(ranges) is not None:
+        shown = f"{ranges[:3].tolist()!r:.60}"
+        raise problem("invalid_range", f"ranges are sorted, disjoint [start, stop) pairs, not {shown}")
+    return ranges
 
 
 @cache
@@ -146,19 +151,14 @@ def _decoder(of: type[H]) -> msgspec.msgpack.Decoder[H]:
 
 
 def _check_parts(parts: Iterable[tuple[int, RangeArray | None]]) -> None:
-    """Check that each partition comes once, with sorted, disjoint ranges that are not empty."""
+    """Check that each partition comes once, with no more ranges in all than are allowed."""
     seen: set[int] = set()
     total = 0
     for partition, ranges in parts:
         if partition in seen:
             raise problem("malformed", f"partition {partition} appears twice in one frame")
         seen.add(partition)
-        if ranges is None:
-            continue
-        total += len(ranges)
-        if not len(ranges) or range_arrays.first_wrong(ranges) is not None:
-            shown = f"{ranges[:3].tolist()!r:.60}"
-            raise problem("invalid_range", f"ranges are sorted, disjoint [start, stop) pairs, not {shown}")
+        total += 0 if ranges is None else len(ranges)
     if total > limits.RANGES_PER_REQUEST_MAX:
         raise _too_many(total)
 
@@ -197,7 +197,7 @@ class PullSpec(Header, frozen=True):
     """sync: commits that each partition must have applied at least."""
 
     def check(self) -> None:
-        """Raises RequestError (`malformed`, `invalid_range`, `invalid_dtype`, `too_large`)."""
+        """Raises RequestError (`malformed`, `invalid_dtype`, `too_large`)."""
         _check_parts(self.parts)
         _check_dtype(self.dtype)
 
@@ -277,8 +277,8 @@ class PushFrame(Header, frozen=True):
     def check(self) -> None:
         """Check what the types do not express.
 
-        Raises RequestError (`malformed`, `invalid_range`, `invalid_field`, `empty_push`, `invalid_dtype`,
-        `unknown_codec`, `invalid_encoding`, `too_large`).
+        Raises RequestError (`malformed`, `invalid_field`, `empty_push`, `invalid_dtype`, `unknown_codec`,
+        `invalid_encoding`, `too_large`).
         """
         if not (self.worker is None) == (self.epoch is None) == (self.seq is None):
             raise problem("invalid_field", "worker, epoch and seq come together or not at all")

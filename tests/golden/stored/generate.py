@@ -2,7 +2,7 @@
 
     python -m tests.golden.stored.generate 1.3
 
-Files of earlier formats are never regenerated: `1.2.json` was written by the version before.
+A file of an earlier format is never regenerated.
 """
 
 import asyncio
@@ -51,7 +51,9 @@ def capture(version: int) -> Capture:
     )
     staged = HeldPart("run/w1", 1, version, 8, None, 1.0, None, np.arange(12, dtype=np.uint16), "bfloat16")
     exported = memory.export() | {"slots": ["m", "v"]}
-    return Capture(KEY, TOKEN, version, 0, state, exported, (held,), version + 1, (staged,), SETTINGS)
+    return Capture(
+        state, version, 0, exported, (held,), version + 1, (staged,), key=KEY, token=TOKEN, settings=SETTINGS
+    )
 
 
 def entries(first: int, last: int) -> list[JournalEntry]:

@@ -25,7 +25,7 @@ FOLDER: Final = Path(__file__).parent
 
 
 def documents() -> dict[str, Any]:
-    """Return documents of every kind, by field: of a model in training, one being filled, and one being deleted."""
+    """Return documents of every kind, by field: of a model in training and one being filled."""
     d = Driver()
     d.model(consistency={"mode": "sync"}, partitions=2)
     d.ask(partial(io.RegisterDataset, model="m", dataset="train", size=10, task_size=5))

@@ -14,7 +14,7 @@ from paramserver.core.commit import Commit
 from paramserver.core.heartbeat_rows import Row
 from paramserver.core.near import near
 from paramserver.core.scheduler.balance import COPIES
-from paramserver.core.scheduler.io import Effect, ForgetModel, ForgetOthers, LoadFiles, Publish, Reply, Store
+from paramserver.core.scheduler.io import Effect, ForgetOthers, LoadFiles, Publish, Reply, Store
 from paramserver.core.scheduler.membership import Member, Shard, Worker, current
 from paramserver.core.scheduler.models import Model
 from paramserver.core.scheduler.owner import Owner
@@ -115,13 +115,13 @@ class Cluster:
     def save_filled(self, model: Model, names: Iterable[str]) -> None:
         """Store that these parameters have initial values, until the model itself is stored again."""
         for name in names:
-            model.filled.add(name)
+            model.initial.filled.add(name)
             self.save(f"filled:{model.name}:{name}", dict)
 
     def drop_filled(self, model: Model) -> None:
-        for name in model.filled:
+        for name in model.initial.filled:
             self.drop(f"filled:{model.name}:{name}")
-        model.filled.clear()
+        model.initial.filled.clear()
 
     def save_clock(self, model: Model) -> None:
         self.save(f"clock:{model.name}", model.stored_clock)
@@ -184,27 +184,15 @@ class Cluster:
         self._tokens.append((model.partition(index), owner.token))
 
     def load_files(self, model: Model) -> None:
-        """Read the parameters that the model lacks from their files.
-
-        Only one reading runs at a time, so that none overwrites values that another has already set.  A call during a
-        reading voids its result and has it repeated.
-        """
-        model.read_at_s = float("inf")
-        files = {name: path for name, path in model.spec.files.items() if name in model.missing}
-        if not files or model.restored:
-            return
-        model.read_again = model.reading
-        if not model.reading:
-            model.reading = True
-            self.perform(LoadFiles(model.key, files, sorted(model.lost)))
-
-    def forget_model(self, key: ModelKey, partitions: int) -> None:
-        """Delete the model's keys in Redis; the intent is stored first, so that a crash does not leave them behind."""
-        self.save(f"gone:{key}", lambda: {"model": key.name, "generation": key.generation, "partitions": partitions})
-        self.perform(ForgetModel(key))
+        """Read the parameters that the model lacks from their files; see `InitialValues.begin_reading`."""
+        if files := model.initial.begin_reading(model.spec.files):
+            self.perform(LoadFiles(model.key, files, sorted(model.initial.lost)))
 
     def forget_others(self) -> None:
-        """Delete what Redis has of models that are gone: it has lost that they are, or a shard wrote when they went."""
+        """Delete what Redis has of models that are gone, by what is stored then.
+
+        After each deletion; by a new leader, as the last one may not have come to it; and if Redis lost that they are.
+        """
         if self.generations:
             self.perform(ForgetOthers(frozenset(m.key for m in self.models.values()), self.generations))
 
@@ -213,7 +201,7 @@ class Cluster:
         owner = model.owners[index]
         first, source = owner.kept_from or owner.token, owner.source
         # An owner that lacks the state after all must not take the initial values for the model's.
-        self.give_token(model, index, "snapshot" if model.ready or model.lost else source)
+        self.give_token(model, index, "snapshot" if model.initial.were_complete else source)
         owner.kept_from, owner.durable_version, owner.commits_from = first, 0, 0
 
     def fence(self, shard: str, epoch: int) -> None:

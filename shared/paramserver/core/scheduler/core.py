@@ -56,7 +56,6 @@ class SchedulerCore:
             io.DeleteModel: models.delete,
             io.ParameterUploaded: models.uploaded,
             io.FilesLoaded: models.files_loaded,
-            io.ModelForgotten: models.forgotten,
             io.StartRestore: models.start_restore,
             io.RestoreFinished: models.finish_restore,
             io.ModelRestored: models.restored,
@@ -118,11 +117,10 @@ class SchedulerCore:
         try:
             self._desk[type(event)](event, now)
         except PsError as e:
-            request = getattr(event, "request", None)
-            if request is None:
+            if not isinstance(event, io.Request):
                 raise
             # `rolled_back` names the new timeline and its clock, so it waits until these are stored.
-            (self._c.answer if e.code == "rolled_back" else self._c.answer_now)(request, e)
+            (self._c.answer if e.code == "rolled_back" else self._c.answer_now)(event.request, e)
         self._advance(now)
         self._moves.advance(now)
         if isinstance(event, io.Tick):

@@ -5,10 +5,10 @@ then everything that may become visible only once that has succeeded.  So nobody
 epoch or an owner that a restarted scheduler would not know.  Only a `Reply` with `waits=False` (to most
 heartbeats, a refusal) comes before them and waits for no store: it reveals nothing that is not stored yet.
 
-An event with a `request` is answered by exactly one `Reply` with the same number, at once or later (long polls), unless
-`RequestGone` came first.  Fields have the types and bounds that the service's request bodies state; what these leave
-open (documents, names, what the current state allows) the core checks, and refuses with a `PsError`.  Times are in
-seconds; `now` is monotonic.  GET routes read from `SchedulerCore.read` (`core.scheduler.reading`) instead.
+A `Request` is answered by exactly one `Reply` with the same number, at once or later (long polls), unless `RequestGone`
+came first.  Fields have the types and bounds that the service's request bodies state; what these leave open (documents,
+names, what the current state allows) the core checks, and refuses with a `PsError`.  Times are in seconds; `now` is
+monotonic.  GET routes read from `SchedulerCore.read` (`core.scheduler.reading`) instead.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -16,6 +16,8 @@ from typing import Any, TypeAlias
 
 from msgspec import Struct, field
 
+from paramserver.core.scheduler.event import Event as Event
+from paramserver.core.scheduler.event import Request as Request
 from paramserver.core.scheduler.model_events import CheckpointFailed as CheckpointFailed
 from paramserver.core.scheduler.model_events import CheckpointRead as CheckpointRead
 from paramserver.core.scheduler.model_events import CheckpointWritten as CheckpointWritten
@@ -23,7 +25,6 @@ from paramserver.core.scheduler.model_events import CreateModel as CreateModel
 from paramserver.core.scheduler.model_events import DeleteCheckpoint as DeleteCheckpoint
 from paramserver.core.scheduler.model_events import DeleteModel as DeleteModel
 from paramserver.core.scheduler.model_events import FilesLoaded as FilesLoaded
-from paramserver.core.scheduler.model_events import ModelForgotten as ModelForgotten
 from paramserver.core.scheduler.model_events import ModelRestored as ModelRestored
 from paramserver.core.scheduler.model_events import ParameterUploaded as ParameterUploaded
 from paramserver.core.scheduler.model_events import PatchModel as PatchModel
@@ -46,14 +47,13 @@ from paramserver.errors import PsError
 from paramserver.types import Json, ModelKey, PartitionKey, Token
 
 
-class JoinShard(Struct, frozen=True):
+class JoinShard(Request, frozen=True):
     """POST /internal/shards.
 
     Answer 201 {"name","epoch","lease_s","term"}; an older incarnation of the name is dead at once. 409 `conflict` if
     the shard's Redis is not the schedulers'.
     """
 
-    request: int
     name: str
     addresses: Sequence[str]
     version: str = ""
@@ -63,10 +63,9 @@ class JoinShard(Struct, frozen=True):
     """Whether the shard's Redis names another leader than the scheduler that it asks."""
 
 
-class ShardHeartbeat(Struct, frozen=True):
+class ShardHeartbeat(Request, frozen=True):
     """PUT /internal/shards/{name}. Answer {"state":"active"|"draining"}; 409 `fenced` if dead or replaced."""
 
-    request: int
     name: str
     epoch: int
     metrics: Json = field(default_factory=dict)
@@ -84,20 +83,19 @@ class ShardHeartbeat(Struct, frozen=True):
     """[model, generation, index, bytes per second in and out]; partitions not listed have no traffic."""
 
 
-class LeaveShard(Struct, frozen=True):
+class LeaveShard(Request, frozen=True):
     """DELETE /internal/shards/{name}?epoch=. Answer 204; its partitions go to other shards at once.
 
     With `stored`, it has stored all that it knows of and serves no more. If a model would still lose commits, because
     they or the partition have not been heard of, the answer is {"left": false}, and that model's clock becomes a cut.
     """
 
-    request: int
     name: str
     epoch: int
     stored: bool = False
 
 
-class SetShardState(Struct, frozen=True):
+class SetShardState(Request, frozen=True):
     """PUT /shards/{name}, or POST /internal/shards/{name}/drain?epoch= by the shard itself.
 
     `draining`: its partitions move to other shards, a few at a time (`limits.MOVES_AT_ONCE`), and it gets no new ones
@@ -107,7 +105,6 @@ class SetShardState(Struct, frozen=True):
     case, so it is not refused for memory.
     """
 
-    request: int
     name: str
     state: str
     epoch: int | None = None
@@ -115,18 +112,17 @@ class SetShardState(Struct, frozen=True):
     """The shard stops and serves no more: have its synchronous models cut where they stand, as not all may move."""
 
 
-class OpenFeed(Struct, frozen=True):
+class OpenFeed(Request, frozen=True):
     """GET /internal/feed. Answer {"documents": [...]}, the whole state; subscribe when performing that `Reply`.
 
     Every later `Publish` continues the stream. 409 `fenced` if `shard` is given and dead or replaced.
     """
 
-    request: int
     shard: str | None = None
     epoch: int | None = None
 
 
-class RedisEmptied(Struct, frozen=True):
+class RedisEmptied(Event, frozen=True):
     """Redis lost all data, and this leader has taken a new and higher term.
 
     All fields and fences are stored again, with a new token for each owned partition. The model's document names the
@@ -138,16 +134,15 @@ class RedisEmptied(Struct, frozen=True):
     """Partitions whose newest token was not stored yet, so no shard has been told of it."""
 
 
-class StorageChanged(Struct, frozen=True):
+class StorageChanged(Event, frozen=True):
     """Redis has stopped answering (`reason` says why) or answers again (""); no moves while it is away."""
 
     reason: str
 
 
-class CreateRun(Struct, frozen=True):
+class CreateRun(Request, frozen=True):
     """POST /runs.  Answer 201 with the run's document."""
 
-    request: int
     model: str
     entry: str
     """`package.module:function`."""
@@ -160,25 +155,23 @@ class CreateRun(Struct, frozen=True):
     checkpoint_every: int = 0
 
 
-class PatchRun(Struct, frozen=True):
+class PatchRun(Request, frozen=True):
     """PATCH /runs/{id}: state `paused`, `running` or `stopped`, number of workers, stopping rule.  Answer 200."""
 
-    request: int
     run: str
     state: str | None = None
     workers: int | None = None
     stop: Json | None = None
 
 
-class JoinPool(Struct, frozen=True):
+class JoinPool(Request, frozen=True):
     """POST /pool.  Answer 201 {"member","epoch","lease_s"}."""
 
-    request: int
     name: str | None = None
     allow: Sequence[str] = ()
 
 
-class PoolHeartbeat(Struct, frozen=True):
+class PoolHeartbeat(Request, frozen=True):
     """PUT /pool/{member}.
 
     Answer {"state":"idle"|"assigned"|"stop","run":null or {"id","name","model","entry","args","place","attempt",
@@ -186,25 +179,22 @@ class PoolHeartbeat(Struct, frozen=True):
     409 `fenced` if dead or replaced.
     """
 
-    request: int
     member: str
     epoch: int
     metrics: Any = None
     """Resource usage of its process: `cpu_cores`, `rss_bytes`; None: not reported."""
 
 
-class LeavePool(Struct, frozen=True):
+class LeavePool(Request, frozen=True):
     """DELETE /pool/{member}.  Answer 204; its place is free again."""
 
-    request: int
     member: str
     epoch: int | None = None
 
 
-class PlaceDone(Struct, frozen=True):
+class PlaceDone(Request, frozen=True):
     """POST /runs/{id}/places/{place}/done.  Answer 200 with the run's document."""
 
-    request: int
     run: str
     place: int
     member: str
@@ -215,30 +205,20 @@ class PlaceDone(Struct, frozen=True):
     """The assignment's `attempt`, so that a repeated request cannot end a later attempt; None: not checked."""
 
 
-class RequestGone(Struct, frozen=True):
+class RequestGone(Event, frozen=True):
     """The client of a parked request has disconnected; it gets no `Reply`."""
 
     request: int
 
 
-class Tick(Struct, frozen=True):
+class Tick(Event, frozen=True):
     """Time has passed.  Sent whenever `SchedulerCore.deadline()` is reached, and at least once a second."""
 
 
-class ClockStepped(Struct, frozen=True):
+class ClockStepped(Event, frozen=True):
     """The clock of this machine was set, or the machine has slept: Unix time is `now` plus this from here on."""
 
     wall_offset_s: float
-
-
-Event: TypeAlias = (
-    JoinShard | ShardHeartbeat | LeaveShard | SetShardState | OpenFeed | RedisEmptied | StorageChanged | CreateModel
-    | PatchModel | DeleteModel | ParameterUploaded | FilesLoaded | StartRestore | RestoreFinished | DeleteCheckpoint
-    | ModelRestored | JoinWorker | DeleteDataset | CheckpointRead
-    | WorkerHeartbeat | LeaveWorker | DrainWorker | ClockStaged | ReportClock | ReportMetrics | RegisterDataset
-    | LeaseTask | TaskDone | RequestEvaluation | RequestCheckpoint | CheckpointWritten | CheckpointFailed | CreateRun
-    | PatchRun | JoinPool | PoolHeartbeat | LeavePool | PlaceDone | ModelForgotten | RequestGone | Tick | ClockStepped
-)  # fmt: skip
 
 
 class Store(Struct, frozen=True):
@@ -325,24 +305,19 @@ class RemoveCheckpoint(Struct, frozen=True):
     creation: str
 
 
-class ForgetModel(Struct, frozen=True):
-    """Delete every Redis key of the partitions of that generation; completed by `ModelForgotten`."""
-
-    model: ModelKey
-
-
 class ForgetOthers(Struct, frozen=True):
-    """Delete the Redis keys of partitions of all models that it `concerns`; no event follows."""
+    """Delete the Redis keys of partitions of all models that it `concerns`; no event follows.
+
+    A later one concerns all that this one does.
+    """
 
     kept: frozenset[ModelKey]
     newest: int
     """The last generation that was given out; models that have been created since are not concerned."""
 
     def concerns(self, model: ModelKey) -> bool:
-        """Whether that model is gone: Redis has its keys because it came back with older data."""
+        """Whether that model is gone."""
         return model.generation <= self.newest and model not in self.kept
 
 
-Effect: TypeAlias = (
-    Store | Publish | Reply | LoadFiles | WriteCheckpoint | RemoveCheckpoint | ForgetModel | ForgetOthers
-)
+Effect: TypeAlias = Store | Publish | Reply | LoadFiles | WriteCheckpoint | RemoveCheckpoint | ForgetOthers

@@ -122,9 +122,7 @@ class Shard(Holder):
         shard = cls(name, doc["epoch"], now, doc["alive"], tuple(doc["addresses"]), doc["version"])
         shard.draining, shard.left, shard.listed = doc["draining"], doc["left"], doc["listed"]
         if not shard.alive:
-            gone_unix_s = doc.get("gone_s")  # an earlier version stored none
-            shard.gone_s = now if gone_unix_s is None else min(now, gone_unix_s - wall_offset_s)
-            shard.heard_s = shard.gone_s
+            shard.gone_s = shard.heard_s = min(now, doc["gone_s"] - wall_offset_s)
         return shard
 
 
@@ -223,12 +221,12 @@ class Worker(Holder):
     def of(cls, name: str, doc: Mapping[str, Any], now: float, wall_offset_s: float) -> "Worker":
         """Rebuild a worker from its stored document, at the clock stored there: a live one as if heard from now."""
         worker = cls(name, doc["epoch"], now, doc["alive"], lease_s=doc["lease_s"], rank=doc["rank"])
-        if not worker.alive and doc.get("heard_s") is not None:  # an earlier version stored none
+        if not worker.alive:
             worker.heard_s = min(now, doc["heard_s"] - wall_offset_s)
         worker.done = worker.granted = doc["clock"]
         worker.timeline = doc["timeline"]  # so that a plain client that has not been told of a rollback yet will be
         worker.draining, worker.left = doc["draining"], doc["left"]
-        worker.keep(doc["state"], brought=doc.get("brought", not worker.epoch))  # an earlier version stored none
+        worker.keep(doc["state"], brought=doc["brought"])
         return worker
 
 

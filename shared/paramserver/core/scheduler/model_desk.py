@@ -9,11 +9,11 @@ from paramserver.core.optimizer import slot_count, slot_names
 from paramserver.core.scheduler.balance import COPIES
 from paramserver.core.scheduler.cluster import Cluster
 from paramserver.core.scheduler.documents import check_states, size_of
+from paramserver.core.scheduler.initial_values import RESTORED, InitialValues
 from paramserver.core.scheduler.io import (
     CreateModel,
     DeleteModel,
     FilesLoaded,
-    ModelForgotten,
     ModelRestored,
     ParameterUploaded,
     PatchModel,
@@ -21,7 +21,7 @@ from paramserver.core.scheduler.io import (
     StartRestore,
 )
 from paramserver.core.scheduler.membership import Worker
-from paramserver.core.scheduler.models import RESTORED, Model
+from paramserver.core.scheduler.models import Model
 from paramserver.core.scheduler.owner import Owner
 from paramserver.core.scheduler.placement import Placement
 from paramserver.core.scheduler.run_desk import RunDesk
@@ -69,14 +69,14 @@ class ModelDesk:
         model.owners = [Owner() for _ in range(spec.partitions)]
         model.checkpoints.last_s = now
         model.roster.floor = self.c.worker_floors.get(spec.name, self.c.worker_floor)
-        model.restored, model.creator = e.restore, e.nonce
-        model.missing = {RESTORED} if e.restore else {*spec.uploads, *spec.files}
+        missing = {RESTORED} if e.restore else {*spec.uploads, *spec.files}
+        initial = model.initial = InitialValues(e.nonce, e.restore, missing)
         token = None
         if e.restore:
-            model.upload_token = e.nonce or None  # a client that gives up deletes the model with it
+            initial.upload_token = e.nonce or None  # a client that gives up deletes the model with it
         elif spec.uploads:
-            token = model.upload_token = e.nonce
-            model.upload_until_s = now + limits.UPLOAD_TOKEN_S
+            token = e.nonce
+            initial.take_token(token, now)
         self.c.models[spec.name] = model
         self.c.save_model(model)
         self.c.save_clock(model)
@@ -105,25 +105,26 @@ class ModelDesk:
         document = spec.document()
         if "partitions" not in e.spec:  # the default may change between releases, and the client named none
             document["partitions"] = model.created["partitions"]
-        other = e.restore and (not e.nonce or e.nonce != model.creator)
+        initial = model.initial
+        other = e.restore and (not e.nonce or e.nonce != initial.creator)
         if other or document != model.created:
             how = "" if other else f" with another spec: {_first(differences(model.created, document))}"
             hint = "choose another name, change the model's settings, or delete it first"
             raise problem("model_exists", f"model '{spec.name}' exists{how}", hint=hint)
         token = None
-        mine = e.nonce == model.upload_token  # the answer that granted it may have been lost
-        uploads = set() if model.restored else model.missing - spec.files.keys()  # beside restored values, none fit
-        if uploads and (mine or now >= model.upload_until_s):
-            token = model.upload_token = e.nonce
-            model.upload_until_s = now + limits.UPLOAD_TOKEN_S
+        mine = e.nonce == initial.upload_token  # the answer that granted it may have been lost
+        uploads = set() if initial.restored else initial.missing - spec.files.keys()  # beside restored values, none fit
+        if uploads and (mine or now >= initial.upload_until_s):
+            token = e.nonce
+            initial.take_token(token, now)
             if not mine:
-                if not model.lost:  # what another client sent does not count: values of two clients are never mixed
-                    model.missing |= set(model.spec.uploads)
-                    model.given.clear()
+                if not initial.lost:  # what another client sent does not count: values of two clients are never mixed
+                    initial.missing |= set(model.spec.uploads)
+                    initial.given.clear()
                     self.c.drop_filled(model)
                 self.c.save_model(model)
                 self.c.model_changed(model)
-        self._park(model, e.request, 201 if e.nonce == model.creator else 200, token, now)
+        self._park(model, e.request, 201 if e.nonce == initial.creator else 200, token, now)
 
     def _park(self, model: Model, request: int, status: int, token: str | None, now: float) -> None:
         deadline = now + limits.CLIENT_TIMEOUT_S
@@ -132,11 +133,11 @@ class ModelDesk:
 
     def advance(self, model: Model, now: float) -> None:
         """Answer create requests once the model is served or their deadline passes; read its files again when due."""
-        if now >= model.read_at_s:
+        if now >= model.initial.read_at_s:
             self.c.load_files(model)
         if not model.creators:
             return
-        complete = model.served and (model.restored or not model.spec.files.keys() & model.missing)
+        complete = model.served and (model.initial.restored or not model.spec.files.keys() & model.initial.missing)
         for w in list(model.creators):
             if complete:
                 body = self.c.public(model)
@@ -154,7 +155,7 @@ class ModelDesk:
         with validating():
             spec = model.spec.patched(e.patch)
         if spec != model.spec:
-            restored = model.restoring or model.awaits_restore
+            restored = model.restoring or model.initial.awaits_restore
             if restored and slot_names(spec.optimizer) != slot_names(model.spec.optimizer):
                 # The shards would take the arrays that the restore brings for those of the new optimizer.
                 hint = "change its optimizer once that has ended"
@@ -186,7 +187,7 @@ class ModelDesk:
 
     def delete(self, e: DeleteModel, now: float) -> None:
         model = self.c.model(e.model, e.generation)
-        if e.upload_token not in (None, model.upload_token):
+        if e.upload_token not in (None, model.initial.upload_token):
             raise problem("upload_in_progress", f"model '{model.name}' is complete, or another client is uploading it")
         self.remove(model, problem("unknown_model", f"model '{model.name}' was deleted"), now)
         self.c.answer(e.request, None, 204)
@@ -214,25 +215,23 @@ class ModelDesk:
             self.c.drop(f"checkpoint:{model.name}:{record}")
         self.c.map_changed()
         self.c.publish(model.gone_document())
-        self.c.forget_model(model.key, len(model.owners))
+        self.c.forget_others()
         self.runs.model_gone(model.name, now)
-
-    def forgotten(self, e: ModelForgotten, now: float) -> None:
-        self.c.drop(f"gone:{e.model}")
 
     # --- initial values ---
 
     def uploaded(self, e: ParameterUploaded, now: float) -> None:
         model = self.c.model(e.model)
+        initial = model.initial
         if e.name not in model.layout.by_name:
             raise problem("unknown_parameter", f"model '{model.name}' has no parameter {e.name!r:.80}")
-        if model.missing:  # else it is complete, by this value perhaps: the answer was lost, or it is one of several
-            if e.token is not None and e.token != model.upload_token:
+        if initial.missing:  # else it is complete, by this value perhaps: the answer was lost, or it is one of several
+            if e.token is not None and e.token != initial.upload_token:
                 raise problem("upload_in_progress", f"another client is uploading the values of model '{model.name}'")
-            given = model.given.setdefault(e.name, {}) if e.partial else {}
+            given = initial.given.setdefault(e.name, {}) if e.partial else {}
             given.update({row[0]: row[1] for row in e.given if len(row) == 2})
             touched = {part.partition for part in select(model.layout, e.name).parts}
-            wanted = touched & model.lost if model.lost else touched
+            wanted = touched & initial.lost if initial.lost else touched
             lacking = [i for i in wanted if given.get(i) != model.owners[i].token]
             if lacking and not e.partial:
                 # Lost after the shard had chosen where to send these values, or while this report was on its way.
@@ -241,39 +240,34 @@ class ModelDesk:
                     f"some partitions of model '{model.name}' have lost their values of '{e.name}' in the meantime",
                     hint="send the same request again",
                 )
-            model.upload_until_s = now + limits.UPLOAD_TOKEN_S
+            initial.extend_upload(now)
             if not lacking:
-                model.given.pop(e.name, None)
+                initial.given.pop(e.name, None)
                 self._filled(model, {e.name})
         self.c.answer(e.request, None, 204)  # not what is still missing: with thousands, a long list each time
 
     def _filled(self, model: Model, names: set[str]) -> None:
-        if not names & model.missing:
+        if not names & model.initial.missing:
             return
-        model.missing -= names
+        model.initial.fill(names)
         if model.ready:
-            model.upload_token = None
-            model.lost.clear()
-            model.given.clear()
-            model.read_at_s, model.files_error = float("inf"), None
             self.c.save_model(model)
         else:
             self.c.save_filled(model, names)
-        if model.ready or model.lost:  # else this concerns no shard, and there may be thousands of uploads
+        if model.initial.were_complete:  # else this concerns no shard, and there may be thousands of uploads
             self.c.model_changed(model)
 
     def files_loaded(self, e: FilesLoaded, now: float) -> None:
         model = self.c.of_key(e.model)
         if model is None:
             return
-        again, model.reading, model.read_again = model.read_again, False, False
-        if again:
+        if model.initial.end_reading():
             self.c.load_files(model)
         elif e.error is None:
             self._filled(model, set(e.names))
-        elif model.lost:
+        elif model.initial.lost:
             # The other partitions hold trained values, worth more than these files: keep the model and retry later.
-            model.read_at_s, model.files_error = now + FILES_AGAIN_S, e.error.detail
+            model.initial.read_at_s, model.initial.files_error = now + FILES_AGAIN_S, e.error.detail
         elif not model.ready:
             self.remove(model, e.error, now)
 
@@ -311,17 +305,17 @@ class ModelDesk:
         model = self.c.of_key(e.model)
         if model is None:
             raise problem("unknown_model", f"model '{e.model.name}' was deleted")
-        if e.error is not None and not model.restoring and not model.awaits_restore:
+        if e.error is not None and not model.restoring and not model.initial.awaits_restore:
             raise e.error  # that restore never began, or has already ended
         if e.error is None and any(place(model, i) != at for i, at in e.places.items()):
             raise _values_lost(model)
-        if e.error is not None and model.awaits_restore and not model.creator:
+        if e.error is not None and model.initial.awaits_restore and not model.initial.creator:
             self.remove(model, e.error, now)
         else:
             model.restoring = False
             model.series.outdate()
             self.c.save_model(model)
-            if e.error is None or not model.awaits_restore:  # else the client that is creating the model goes on
+            if e.error is None or not model.initial.awaits_restore:  # else the client that is creating it goes on
                 self._end_restore(model, e.version, failed=e.error is not None)
         self.c.answer(e.request, e.error if e.error is not None else self.c.public(model))
 
@@ -331,9 +325,9 @@ class ModelDesk:
         If it has failed, only some values may be set: where there is a cut, the model goes back to the one before.
         """
         # In a model that never had values no partition has reached or staged for any clock, so clock 0 is unused.
-        first = model.awaits_restore and not model.gate.clock
+        first = model.initial.awaits_restore and not model.gate.clock
         if not failed:
-            self._filled(model, set(model.missing))
+            self._filled(model, set(model.initial.missing))
         if model.gate.sync and failed and go_back(self.c, model):
             self.c.place_changed(model)
         elif model.gate.sync:
@@ -346,7 +340,7 @@ class ModelDesk:
         A client that creates one itself has a token for it, and may go on with its restore.
         """
         why = problem("unknown_model", "the scheduler that was restoring this model has ended")
-        for model in [m for m in self.c.models.values() if m.awaits_restore and not m.creator]:
+        for model in [m for m in self.c.models.values() if m.initial.awaits_restore and not m.initial.creator]:
             self.remove(model, why, now)
 
     def restored(self, e: ModelRestored, now: float) -> None:

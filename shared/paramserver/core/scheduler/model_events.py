@@ -3,13 +3,12 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from msgspec import Struct
-
+from paramserver.core.scheduler.event import Event, Request
 from paramserver.errors import PsError
 from paramserver.types import ModelKey
 
 
-class CreateModel(Struct, frozen=True):
+class CreateModel(Request, frozen=True):
     """POST /models. Answer 201 (new, or made by a request of this `nonce`) or 200 (same spec) with the model document.
 
     The answer comes once every partition is served.
@@ -21,7 +20,6 @@ class CreateModel(Struct, frozen=True):
     shards together is 409 `not_enough_memory` with `needed_bytes` and `free_bytes`, unless a shard's limit is unknown.
     """
 
-    request: int
     spec: Any
     nonce: str
     """The client's own upload token, or an unguessable string made by the runtime; the token if one is needed.  Empty
@@ -29,33 +27,30 @@ class CreateModel(Struct, frozen=True):
     restore: bool = False
 
 
-class PatchModel(Struct, frozen=True):
+class PatchModel(Request, frozen=True):
     """PATCH /models/{m}, a JSON merge patch. Answer 200 with the model document.
 
     An optimizer whose state does not fit in the shards' memory is 409 `not_enough_memory`, as in `CreateModel`.
     """
 
-    request: int
     model: str
     patch: Any
     generation: int | None = None
     """If given, only this creation is meant, as in the other events with it: of another one, 409 `model_replaced`."""
 
 
-class DeleteModel(Struct, frozen=True):
+class DeleteModel(Request, frozen=True):
     """DELETE /models/{m}. Answer 204."""
 
-    request: int
     model: str
     upload_token: str | None = None
     """If given, the model is deleted only while the upload of its first values has this token."""
     generation: int | None = None
 
 
-class ParameterUploaded(Struct, frozen=True):
+class ParameterUploaded(Request, frozen=True):
     """POST /internal/models/{m}/uploaded: owners have the parameter's values, all or some of them. Answer 204."""
 
-    request: int
     model: str
     name: str
     token: str | None = None
@@ -66,7 +61,7 @@ class ParameterUploaded(Struct, frozen=True):
     """Whether other partitions get their values by other requests; the parameter is complete once all have theirs."""
 
 
-class FilesLoaded(Struct, frozen=True):
+class FilesLoaded(Event, frozen=True):
     """Completion of `LoadFiles`: the owners hold these parameters, or `error` says why not.
 
     After an error, a model that was never complete is removed; one that was complete is kept, and its files are read
@@ -78,19 +73,12 @@ class FilesLoaded(Struct, frozen=True):
     error: PsError | None = None
 
 
-class ModelForgotten(Struct, frozen=True):
-    """Completion of `ForgetModel`: no keys of that generation's partitions are left in Redis."""
-
-    model: ModelKey
-
-
-class StartRestore(Struct, frozen=True):
+class StartRestore(Request, frozen=True):
     """POST /models/{m}/restore into an existing model: commits pause. Answer 200 with the model document.
 
     The service then sets every partition (`POST /internal/set/...`) and sends `RestoreFinished`.
     """
 
-    request: int
     model: str
     sizes: Mapping[str, int] = {}
     """Worker name -> `size_of` the state that the restore brings it; refused at once if they do not fit (413)."""
@@ -99,14 +87,13 @@ class StartRestore(Struct, frozen=True):
     """Names of the optimizer's arrays that it brings; 409 `conflict` if the model's optimizer has others by now."""
 
 
-class RestoreFinished(Struct, frozen=True):
+class RestoreFinished(Request, frozen=True):
     """Every partition was set, or `error` says why not. Answer 200 with the model document, or the error.
 
     Request 0: nobody waits for an answer. An error for a restore that never began or has already ended changes nothing.
     409 `conflict` if what was set at one of `places` is gone: nothing has ended then, and all is to be set again.
     """
 
-    request: int
     model: ModelKey
     error: PsError | None = None
     version: int = 0
@@ -115,7 +102,7 @@ class RestoreFinished(Struct, frozen=True):
     """Partition -> `timeline.place` at which it was set; those not listed are not checked."""
 
 
-class ModelRestored(Struct, frozen=True):
+class ModelRestored(Request, frozen=True):
     """POST /internal/models/{m}/restored: a client has set every partition itself. Answer 200 with the model document.
 
     A model that awaits its values is complete; if it is not on `timeline` any more, it lost some: 409 `conflict`.  A
@@ -125,7 +112,6 @@ class ModelRestored(Struct, frozen=True):
     gone back.  Without `timeline` it only brings `workers`, also those of a restore that ends with `RestoreFinished`.
     """
 
-    request: int
     model: str
     generation: int
     timeline: int | None = None
@@ -138,34 +124,32 @@ class ModelRestored(Struct, frozen=True):
     """[index, owner token] of each partition, under which it was set."""
 
 
-class RequestCheckpoint(Struct, frozen=True):
+class RequestCheckpoint(Request, frozen=True):
     """POST /models/{m}/checkpoints. Answer 201 with the checkpoint's document once it is written.
 
     A checkpoint named by the user is never removed by the `keep` rule.
     """
 
-    request: int
     model: str
     name: str | None = None
     generation: int | None = None
 
 
-class DeleteCheckpoint(Struct, frozen=True):
+class DeleteCheckpoint(Request, frozen=True):
     """DELETE /models/{m}/checkpoints/{name}, once its files are gone: it leaves the model's list. Answer 204."""
 
-    request: int
     model: str
     name: str
 
 
-class CheckpointRead(Struct, frozen=True):
+class CheckpointRead(Event, frozen=True):
     """The states for `WriteCheckpoint` are read, and its files are written from now on."""
 
     model: ModelKey
     name: str
 
 
-class CheckpointWritten(Struct, frozen=True):
+class CheckpointWritten(Event, frozen=True):
     """Completion of `WriteCheckpoint`."""
 
     model: ModelKey
@@ -180,7 +164,7 @@ class CheckpointWritten(Struct, frozen=True):
     """`Model.creation` of the model it was taken from, as in the manifest."""
 
 
-class CheckpointFailed(Struct, frozen=True):
+class CheckpointFailed(Event, frozen=True):
     """`WriteCheckpoint` failed; no files of it are left."""
 
     model: ModelKey

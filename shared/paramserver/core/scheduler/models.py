@@ -21,6 +21,7 @@ from paramserver.core.param_spec import ParamSpec
 from paramserver.core.scheduler.checkpoints import Checkpoints, creation_of
 from paramserver.core.scheduler.cuts import Cuts
 from paramserver.core.scheduler.gate import Gate
+from paramserver.core.scheduler.initial_values import RESTORED, InitialValues
 from paramserver.core.scheduler.membership import Roster, Worker
 from paramserver.core.scheduler.owner import Owner
 from paramserver.core.scheduler.series import Series
@@ -40,8 +41,6 @@ sync, as a partition that lacks one then asks for none.
 """
 BETWEEN_CUTS_S: Final = 1.0
 """From the end of a cut to the next one by the interval, so that moves can begin: several ticks."""
-RESTORED: Final = "*"
-"""Placeholder in `missing` for values that a restore will set."""
 
 
 @dataclass
@@ -63,37 +62,13 @@ class Model:
     source: Any = "init"
     """Where a partition loads its state from under a new token: "init", "snapshot" or {"cut": clock}."""
     owners: list[Owner] = field(default_factory=list)
-    missing: set[str] = field(default_factory=set)
-    """Parameters that still lack initial values; the model is ready when this is empty."""
-    filled: set[str] = field(default_factory=set)
-    """Parameters that got theirs since the model was stored: each is a field of its own, so that a new model of many
-    parameters is not stored anew, with its whole spec, for each value."""
-    given: dict[str, dict[int, int]] = field(default_factory=dict)
-    """Of parameters that are uploaded in parts: the partitions that have theirs, with the owner token that took it.
-    Only the leader that was told knows it; after a change of leaders such a parameter is uploaded again."""
-    lost: set[int] = field(default_factory=set)
-    """Partitions of a once complete model that were lost before anything of them was stored; their initial values are
-    requested again."""
-    reading: bool = False
-    """Whether a `LoadFiles` is in progress."""
-    read_again: bool = False
-    """More partitions were lost during that read, so its result is ignored and the files are read again."""
-    read_at_s: float = float("inf")
-    """When to read its files again after an error."""
-    files_error: str | None = None
-    """Why the files of a once complete model could not be read again; None: no read has failed."""
-    creator: str = ""
-    """What the request that created it said of itself (`CreateModel.nonce`); its repetition is answered alike."""
-    upload_token: str | None = None
-    upload_until_s: float = 0.0
+    initial: InitialValues = field(default_factory=InitialValues)
     cuts: Cuts = field(default_factory=Cuts)
     left_sync: int = 0
     """Revision that ended the last sync phase; 0: none."""
     last_commit_s: float = float("-inf")
     restoring: bool = False
     """A restore is in progress, so no commits are made."""
-    restored: bool = False
-    """Created from a checkpoint."""
     clock_stored: int = 0
     """Modes other than sync: the clock last stored, with which another leader would start."""
     commits: deque[tuple[float, Commit]] = field(default_factory=deque)
@@ -155,12 +130,7 @@ class Model:
     @property
     def ready(self) -> bool:
         """Whether its initial values are complete."""
-        return not self.missing
-
-    @property
-    def awaits_restore(self) -> bool:
-        """Whether a restore that created it has yet to set its first values."""
-        return RESTORED in self.missing and not self.lost
+        return not self.initial.missing
 
     @property
     def served(self) -> bool:
@@ -345,12 +315,8 @@ class Model:
             "revision": self.revision,
             "created": dict(self.created),
             "spec": self.spec.document(),
-            "missing": sorted(self.missing),
-            "lost": sorted(self.lost),
-            "creator": self.creator,
-            "upload_token": self.upload_token,
+            **self.initial.stored(),
             "restoring": self.restoring,
-            "restored": self.restored,
             "left_sync": self.left_sync,
             "worker_count": self.worker_count,
             "epoch_floor": self.roster.floor,
@@ -387,9 +353,8 @@ class Model:
         """Rebuild a model from its three stored documents."""
         m = cls(ModelSpec.parse(doc["spec"]), doc["created"], doc["generation"], doc["created_s"])
         m.revision = doc["revision"]
-        m.missing, m.lost, m.creator = set(doc["missing"]), set(doc["lost"]), doc["creator"]
-        m.upload_token, m.upload_until_s = doc["upload_token"], now + limits.UPLOAD_TOKEN_S
-        m.restoring, m.restored, m.worker_count = doc["restoring"], doc["restored"], doc["worker_count"]
+        m.initial = InitialValues.of(doc, now)
+        m.restoring, m.worker_count = doc["restoring"], doc["worker_count"]
         m.roster.floor, m.left_sync = doc["epoch_floor"], doc["left_sync"]
         m.source = place["source"]
         m.owners = [Owner.of(row) for row in place["owners"]]
@@ -401,7 +366,7 @@ class Model:
             clock["pending_cut"],
             wanted=clock["cut_wanted"],
             lacks_first=clock["switched"],
-            skipped=clock.get("skipped", 0),  # an earlier version stored none
+            skipped=clock["skipped"],
             moved=True,  # Owners may have changed since.
         )
         m.evaluated = clock["evaluated"]
@@ -427,7 +392,6 @@ class Model:
         if not all_commits and not self.ending_sync:
             needed = min(o.commits_from for o in self.owners)
             kept = [c for c in kept[-COMMITS_PUBLISHED:] if c.t >= needed]
-        upload = {"token": self.upload_token, "missing": sorted(self.missing), "lost": sorted(self.lost)}
         return {
             "type": "model",
             "name": self.name,
@@ -441,11 +405,11 @@ class Model:
             "state": "ready" if self.ready else "initializing",
             "owners": [o.feed_row() for o in self.owners],
             "source": self.source,
-            "restored": self.restored and not self.awaits_restore,
+            "restored": self.initial.restored and not self.initial.awaits_restore,
             "cut": self.cuts.newest,
             "cut_asked": self.cuts.pending,
             "cut_urgent": self.cuts.urgent,
-            "upload": upload if self.missing else None,
+            "upload": self.initial.upload_document(),
             "workers": {w.name: [w.epoch, w.rank] for w in self.roster.live()},
             "commits": [c.document(self.key) for c in kept],
         }
@@ -482,8 +446,8 @@ class Model:
             "version": self.version,
             "cut": self.cuts.newest if self.cuts.reached >= self.began else None,
             "state": "ready" if self.ready else "initializing",
-            "missing": sorted(self.missing - {RESTORED}),
-            "files_error": self.files_error,
+            "missing": sorted(self.initial.missing - {RESTORED}),
+            "files_error": self.initial.files_error,
             "served": self.served,
             "live_workers": len(self.roster.live()),
             "created_s": self.unix_s,

@@ -246,7 +246,7 @@ class Reading:
             "lr": model.spec.optimizer.document().get("lr"),
             "created_s": model.unix_s,
             "parameters": len(model.spec.params),
-            "files_error": model.files_error,
+            "files_error": model.initial.files_error,
             "checkpoint_error": model.checkpoints.error,
             "partition_lines": model.partition_lines(),
             "durable_behind_s": _durable_behind_s(model, now),

@@ -13,10 +13,9 @@ from paramserver.core.scheduler.series import Series
 from paramserver.core.scheduler.tasks import Dataset
 from paramserver.core.scheduler.timeline import begin_sync, go_back
 from paramserver.errors import problem
-from paramserver.types import ModelKey
 
 KINDS: Final = tuple(
-    "cluster shard model filled place clock commit worker dataset tasks checkpoint series run member gone".split()
+    "cluster shard model filled place clock commit worker dataset tasks checkpoint series run member".split()
 )
 HINT: Final = "start the version that wrote it, which still can; docs/operations.md, Upgrade"
 
@@ -57,8 +56,8 @@ def _fill(c: Cluster, groups: Mapping[str, Mapping[str, Mapping[str, Any]]], now
     for name, doc in groups["model"].items():
         c.models[name] = Model.of(doc, groups["place"][name], groups["clock"][name], now)
     for model, parameter, _ in _of_models(c, groups["filled"]):
-        model.filled.add(parameter)
-        model.missing.discard(parameter)
+        model.initial.filled.add(parameter)
+        model.initial.missing.discard(parameter)
     for model, name, doc in _of_models(c, groups["worker"]):
         worker = model.roster.workers[name] = Worker.of(name, doc, now, c.wall_offset_s)
         _set_clock(worker, model, groups["clock"][model.name]["late"].get(name))
@@ -74,8 +73,6 @@ def _fill(c: Cluster, groups: Mapping[str, Mapping[str, Mapping[str, Any]]], now
         c.runs[id_] = Run.of(doc, now)
     for name, doc in groups["member"].items():
         c.members[name] = Member.of(name, doc, now)
-    for doc in groups["gone"].values():
-        c.forget_model(ModelKey(doc["model"], doc["generation"]), doc["partitions"])
     c.forget_others()
     for model in c.models.values():
         _resume(c, model)

@@ -10,7 +10,7 @@ from paramserver.core.heartbeat_rows import CutRow, LostRow, ReleasedRow, Served
 from paramserver.core.scheduler.cluster import Cluster
 from paramserver.core.scheduler.io import JoinShard, LeaveShard, OpenFeed, RedisEmptied, ShardHeartbeat
 from paramserver.core.scheduler.membership import Shard, expired
-from paramserver.core.scheduler.models import RESTORED, Model
+from paramserver.core.scheduler.models import Model
 from paramserver.core.scheduler.move_desk import MoveDesk
 from paramserver.core.scheduler.owner import Owner
 from paramserver.core.scheduler.placement import Placement
@@ -179,7 +179,7 @@ class ShardDesk:
         so for long enough, the model would go back again.
         """
         _take([model.owners[i] for i in lost])
-        stored = model.ready or RESTORED in model.missing or bool(model.lost)
+        stored = model.initial.were_complete or model.initial.awaits_restore
         if stored and (model.durable or not model.gate.sync):
             model.source = "snapshot"
             model.cuts.give_up()  # with its journal, a partition may start beyond that clock
@@ -221,12 +221,7 @@ class ShardDesk:
 
     def _begin_anew(self, model: Model) -> None:
         """Restart a model of which nothing is stored: random values are drawn again, others requested or read again."""
-        complete = model.ready or bool(model.lost)
-        model.missing = {*model.spec.uploads, *model.spec.files}
-        model.missing |= {RESTORED} if model.restored else set()
-        if complete and model.missing:
-            model.lost = set(range(len(model.owners)))
-        model.upload_until_s = 0.0
+        model.initial.lose_all({*model.spec.uploads, *model.spec.files}, len(model.owners))
         self.c.load_files(model)
         # Partitions of a journaled model still load what is stored of them, which must not be ahead of the new clock.
         committed = model.durable and model.gate.sync and model.gate.clock > 0
@@ -318,17 +313,15 @@ class ShardDesk:
             if model is None or model.owners[index].source == "init":
                 continue
             if model.gate.sync:
-                if not model.durable or not (model.ready or model.lost):
+                if not model.durable or not model.initial.were_complete:
                     self._begin_anew(model)
                     self.c.place_changed(model)
                     continue
                 behind[model.name] = model
-            names = {p.name for p in model.params_in(index) if model.restored or p.init.kind in ("upload", "file")}
-            if names and (model.ready or model.lost):
-                model.lost.add(index)
-            model.missing |= names
+            restored = model.initial.restored
+            names = {p.name for p in model.params_in(index) if restored or p.init.kind in ("upload", "file")}
+            model.initial.lose(names, index)
             model.series.outdate()
-            model.upload_until_s = 0.0
             self.c.load_files(model)
             self.c.give_token(model, index, "init")
             self.c.save_model(model)

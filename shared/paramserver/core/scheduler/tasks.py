@@ -260,7 +260,7 @@ class Dataset:
         """Return the dataset that its two stored documents describe."""
         return cls(
             DatasetSpec.of(spec),
-            progress.get("number", 0),  # an earlier version stored none
+            progress["number"],
             progress["complete"],
             progress["opened"],
             {int(n): RangeSet(runs) for n, runs in progress["done"].items()},

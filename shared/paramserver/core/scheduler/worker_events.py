@@ -3,12 +3,13 @@
 from collections.abc import Sequence
 from typing import Any
 
-from msgspec import Struct, field
+from msgspec import field
 
+from paramserver.core.scheduler.event import Event, Request
 from paramserver.types import Json
 
 
-class JoinWorker(Struct, frozen=True):
+class JoinWorker(Request, frozen=True):
     """POST /models/{m}/workers.
 
     Answer 201 {"worker","epoch","rank","lease_s","clock","timeline","generation","state","asked","first"}.  The id is
@@ -17,7 +18,6 @@ class JoinWorker(Struct, frozen=True):
     to be, the `state` of the answer to a heartbeat.  `first` says whether its rank is the lowest of the live workers'.
     """
 
-    request: int
     model: str
     name: str | None = None
     rank: int | None = None
@@ -28,7 +28,7 @@ class JoinWorker(Struct, frozen=True):
     """For a join without a name: any unique text.  Repeating it, after a lost answer, returns the same worker."""
 
 
-class WorkerHeartbeat(Struct, frozen=True):
+class WorkerHeartbeat(Request, frozen=True):
     """PUT /models/{m}/workers/{w}.
 
     Answer {"state":"active"|"draining"|"paused"|"stop","clock","min_clock","timeline","evaluate","first",
@@ -39,7 +39,6 @@ class WorkerHeartbeat(Struct, frozen=True):
     can be stored, it is `paused`.  Errors: 409 `fenced`, or `rolled_back` (members timeline and clock).
     """
 
-    request: int
     model: str
     worker: str
     epoch: int
@@ -57,25 +56,23 @@ class WorkerHeartbeat(Struct, frozen=True):
     whose member `epoch` is that of another worker who has joined under this id, if any.  None: a plain client."""
 
 
-class LeaveWorker(Struct, frozen=True):
+class LeaveWorker(Request, frozen=True):
     """DELETE /models/{m}/workers/{w}.  Answer 204; idempotent."""
 
-    request: int
     model: str
     worker: str
     epoch: int | None = None
     generation: int | None = None
 
 
-class DrainWorker(Struct, frozen=True):
+class DrainWorker(Request, frozen=True):
     """Ask one worker to finish: its heartbeats answer `draining`.  Answer 200 {"worker","state"}."""
 
-    request: int
     model: str
     worker: str
 
 
-class ClockStaged(Struct, frozen=True):
+class ClockStaged(Event, frozen=True):
     """A shard has accepted a push that ends its worker's iteration, and reports the clock on the worker's behalf.
 
     It counts as the worker's own report once all shards that the push went to have sent it.  No answer: late and stale
@@ -97,7 +94,7 @@ class ClockStaged(Struct, frozen=True):
     """Number of shards that the push went to."""
 
 
-class ReportClock(Struct, frozen=True):
+class ReportClock(Request, frozen=True):
     """POST /models/{m}/clock: iterations finished, as an absolute number; idempotent.
 
     Answer {"released","late","clock","min_clock","version","waiting_for","timeline","state","evaluate"} when released,
@@ -107,7 +104,6 @@ class ReportClock(Struct, frozen=True):
     as alive.
     """
 
-    request: int
     model: str
     worker: str
     epoch: int
@@ -119,10 +115,9 @@ class ReportClock(Struct, frozen=True):
     generation: int | None = None
 
 
-class ReportMetrics(Struct, frozen=True):
+class ReportMetrics(Request, frozen=True):
     """POST /models/{m}/metrics.  Answer 200 {"accepted": number of values}."""
 
-    request: int
     model: str
     metrics: Json
     worker: str | None = None
@@ -133,13 +128,12 @@ class ReportMetrics(Struct, frozen=True):
     """Likewise."""
 
 
-class RegisterDataset(Struct, frozen=True):
+class RegisterDataset(Request, frozen=True):
     """POST /models/{m}/tasks.  Answer 201 with the dataset's document, 200 if it exists, 409 `conflict` if it differs.
 
     Either `ranges` ([[start, stop], ...]) or `size` cut into pieces of `task_size`.
     """
 
-    request: int
     model: str
     dataset: str
     size: int | None = None
@@ -152,15 +146,14 @@ class RegisterDataset(Struct, frozen=True):
     """Number of times the data is processed; None: forever."""
 
 
-class DeleteDataset(Struct, frozen=True):
+class DeleteDataset(Request, frozen=True):
     """DELETE /models/{m}/tasks/{dataset}: forget it and its progress.  Answer 204, 404 `unknown_task`."""
 
-    request: int
     model: str
     dataset: str
 
 
-class LeaseTask(Struct, frozen=True):
+class LeaseTask(Request, frozen=True):
     """POST /models/{m}/tasks/lease.
 
     Answer 200 {"task": {...}|null, "finished": bool, "clock", "timeline"}; a task is {"id","kind":"range","dataset",
@@ -169,7 +162,6 @@ class LeaseTask(Struct, frozen=True):
     with `evaluate`.
     """
 
-    request: int
     model: str
     worker: str
     epoch: int
@@ -180,13 +172,12 @@ class LeaseTask(Struct, frozen=True):
     generation: int | None = None
 
 
-class TaskDone(Struct, frozen=True):
+class TaskDone(Request, frozen=True):
     """POST /models/{m}/tasks/{id}/done.  Answer 200 {"id","done":true}; idempotent.
 
     `metrics`: the result of an evaluation.
     """
 
-    request: int
     model: str
     worker: str
     epoch: int
@@ -195,8 +186,7 @@ class TaskDone(Struct, frozen=True):
     generation: int | None = None
 
 
-class RequestEvaluation(Struct, frozen=True):
+class RequestEvaluation(Request, frozen=True):
     """Request an evaluation at the current clock.  Answer 201 {"id","clock"}."""
 
-    request: int
     model: str

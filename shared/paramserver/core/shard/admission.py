@@ -124,15 +124,9 @@ def _elements(ranges: RangeArray, size: int, partition: int) -> int:
     if not 0 < len(ranges) <= limits.RANGES_PER_REQUEST_MAX:
         detail = f"partition {partition}: 1 to {limits.RANGES_PER_REQUEST_MAX} ranges are allowed, not {len(ranges)}"
         raise problem("invalid_range", detail)
-    wrong = range_arrays.first_wrong(ranges)
-    if wrong is None and ranges[-1, 1] > size:
-        wrong = -1
-    if wrong is not None:
-        start, stop = ranges[wrong]
-        raise problem(
-            "invalid_range",
-            f"partition {partition}: [{start}, {stop}) is empty, overlaps, is out of order or beyond {size}",
-        )
+    start, stop = ranges[-1]  # they are sorted and disjoint
+    if stop > size:
+        raise problem("invalid_range", f"partition {partition}: [{start}, {stop}) is beyond its {size} elements")
     return range_arrays.elements(ranges)
 
 

@@ -22,13 +22,17 @@ Request: TypeAlias = int
 """Number by which the runtime identifies an open request."""
 
 
-class MapChanged(Struct, frozen=True):
+class Event(Struct, frozen=True):
+    """What `ShardCore.handle` takes."""
+
+
+class MapChanged(Event, frozen=True):
     """The cluster map has a new epoch; 421 replies carry it."""
 
     map_epoch: int
 
 
-class CommitDecided(Struct, frozen=True):
+class CommitDecided(Event, frozen=True):
     """The leader has decided a commit."""
 
     model: ModelKey
@@ -46,7 +50,7 @@ Source: TypeAlias = str | int
 """Where a partition's state is loaded from: "init", "snapshot" (the newest intact one), or the clock of a cut."""
 
 
-class ModelView(Struct, frozen=True):
+class ModelView(Event, frozen=True):
     """All that this shard must know of one model, from the newest document of the feed (level-triggered)."""
 
     model: ModelKey
@@ -126,7 +130,7 @@ def _source(value: Any) -> Source:
     return source
 
 
-class RosterChanged(Struct, frozen=True):
+class RosterChanged(Event, frozen=True):
     """Workers have joined, left or died."""
 
     model: ModelKey
@@ -134,13 +138,13 @@ class RosterChanged(Struct, frozen=True):
     """The live roster: worker -> epoch."""
 
 
-class ModelGone(Struct, frozen=True):
+class ModelGone(Event, frozen=True):
     """The model was deleted, or recreated under another generation."""
 
     model: ModelKey
 
 
-class PartitionLoaded(Struct, frozen=True):
+class PartitionLoaded(Event, frozen=True):
     """`LoadPartition` succeeded."""
 
     key: PartitionKey
@@ -148,7 +152,7 @@ class PartitionLoaded(Struct, frozen=True):
     loaded: LoadedState
 
 
-class LoadFailed(Struct, frozen=True):
+class LoadFailed(Event, frozen=True):
     """`LoadPartition` failed: the requests that wait for it get the error, and it is retried after a second.
 
     State that stays corrupt is read ever less often.
@@ -185,7 +189,7 @@ class PushPart(Struct, frozen=True):
     """The memory of `data` holds nothing else and has no other user, so it may be reused once the push is applied."""
 
 
-class PushReceived(Struct, frozen=True):
+class PushReceived(Event, frozen=True):
     """A push, direct or by name, received completely and split into the parts that this shard owns."""
 
     model: str
@@ -205,7 +209,7 @@ class PushReceived(Struct, frozen=True):
     """Set by the runtime."""
 
 
-class PullReceived(Struct, frozen=True):
+class PullReceived(Event, frozen=True):
     """A request for the current values of some partitions."""
 
     model: str
@@ -241,7 +245,7 @@ class AssignPart(Struct, frozen=True):
     """Restores: the partition's version afterwards is at least this."""
 
 
-class SetReceived(Struct, frozen=True):
+class SetReceived(Event, frozen=True):
     """An assignment of values: `PUT params`, a restore or an upload.
 
     It raises the version by one, and to at least the version that the part gives; while the model initializes, only one
@@ -263,7 +267,7 @@ class SetReceived(Struct, frozen=True):
     """Set by the runtime."""
 
 
-class CaptureReceived(Struct, frozen=True):
+class CaptureReceived(Event, frozen=True):
     """A request for one partition's whole state (checkpoints): the current one, or that of the newest cut."""
 
     model: str
@@ -275,13 +279,13 @@ class CaptureReceived(Struct, frozen=True):
     """Set by the runtime."""
 
 
-class RequestGone(Struct, frozen=True):
+class RequestGone(Event, frozen=True):
     """The client of a request has disconnected: a waiting pull is dropped, a push completes without an answer."""
 
     request: Request
 
 
-class WorkerAnswered(Struct, frozen=True):
+class WorkerAnswered(Event, frozen=True):
     """The answer to `AskWorker`."""
 
     request: Request
@@ -305,7 +309,7 @@ class TaskResult(Struct, frozen=True):
     """The gradient itself is not finite."""
 
 
-class Applied(Struct, frozen=True):
+class Applied(Event, frozen=True):
     """`Apply` succeeded: all its tasks are computed, but no result is visible yet."""
 
     job: int
@@ -313,7 +317,7 @@ class Applied(Struct, frozen=True):
     """One for each task, in their order."""
 
 
-class SnapshotDone(Struct, frozen=True):
+class SnapshotDone(Event, frozen=True):
     """`StoreSnapshot` has ended."""
 
     key: PartitionKey
@@ -324,7 +328,7 @@ class SnapshotDone(Struct, frozen=True):
     """As in `StoreSnapshot`."""
 
 
-class Journaled(Struct, frozen=True):
+class Journaled(Event, frozen=True):
     """Everything of that partition up to `lsn` is durable at its model's level."""
 
     key: PartitionKey
@@ -332,14 +336,14 @@ class Journaled(Struct, frozen=True):
     lsn: int
 
 
-class JournalRefused(Struct, frozen=True):
+class JournalRefused(Event, frozen=True):
     """Redis has another owner's token for the partition, so this shard stops serving it."""
 
     key: PartitionKey
     token: Token
 
 
-class JournalLost(Struct, frozen=True):
+class JournalLost(Event, frozen=True):
     """Redis has lost some of the partition's stored data, so a snapshot is due at once.
 
     If journal entries are missing, no later ones can be appended before that snapshot; they stay queued, and this event
@@ -352,7 +356,7 @@ class JournalLost(Struct, frozen=True):
     """Redis was restarted without it: a loss of its own, even while another one is being made good."""
 
 
-class StorageChanged(Struct, frozen=True):
+class StorageChanged(Event, frozen=True):
     """Whether commands can be made durable now has changed; initially they can."""
 
     reason: str
@@ -361,34 +365,9 @@ class StorageChanged(Struct, frozen=True):
     """Why this Redis cannot confirm level `fsynced`; empty if it can."""
 
 
-class SaveAll(Struct, frozen=True):
+class SaveAll(Event, frozen=True):
     """The process is about to stop: store `ShardCore.unsaved`, at once; repeatable."""
 
 
-class Tick(Struct, frozen=True):
+class Tick(Event, frozen=True):
     """Time has passed; sent at `ShardCore.deadline()`, or harmlessly earlier."""
-
-
-Event: TypeAlias = (
-    MapChanged
-    | ModelView
-    | RosterChanged
-    | CommitDecided
-    | ModelGone
-    | PartitionLoaded
-    | LoadFailed
-    | PushReceived
-    | PullReceived
-    | SetReceived
-    | CaptureReceived
-    | RequestGone
-    | WorkerAnswered
-    | Applied
-    | SnapshotDone
-    | Journaled
-    | JournalRefused
-    | JournalLost
-    | StorageChanged
-    | SaveAll
-    | Tick
-)

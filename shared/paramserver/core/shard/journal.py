@@ -3,8 +3,8 @@
 Replaying an entry needs nothing but the partition's state before it: no time, no roster, no scheduler (semantics 7).
 Entries exist for models whose acknowledgement level is `journaled` or `fsynced`.
 
-Heads hold plain msgpack values; but `ranges` is an array, or a list of pairs that an earlier version wrote.  Every head
-has `version`, the partition's version after the command; by kind:
+Heads hold plain msgpack values; but `ranges` is an array.  Every head has `version`, the partition's version after the
+command; by kind:
 
 - `push` (applied at once): `id` [worker, epoch, seq] or None, `key` (Idempotency-Key) or None, `crc`, `dtype`,
   `ranges` [[start, stop], ...] or None for the whole partition, `rate` (the learning rate after schedule, linear
@@ -18,7 +18,7 @@ has `version`, the partition's version after the command; by kind:
 - `config`: `settings` (see `core.settings`), `clock` from here on, `fresh` (the optimizer's state is reset), `unstage`
   (staged parts are dropped, as a new timeline began).
 - `set`: `dtype`, `ranges`, `steps` or None, `restore` (staged and buffered parts are dropped), `least` (lower bound of
-  the version afterwards; missing in older entries: 0).  Arrays: the values, then the optimizer's state if given.
+  the version afterwards).  Arrays: the values, then the optimizer's state if given.
 - `drop`: `slots` [[worker, epoch, clock], ...] of staged contributions whose worker's epoch has ended.
 """
 

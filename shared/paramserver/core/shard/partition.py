@@ -286,16 +286,16 @@ class Partition:
         assert self.state is not None
         staged = () if cut and not self.level else tuple(h for parts in self.staged.values() for h in parts)
         return Capture(
-            self.key,
-            self.token,
+            self.state,
             self.version,
             self.clock,
-            self.state,
             self.remembered(),
             tuple(self.buffered),
             self.lsn,
             staged,
-            self.settings(),
+            key=self.key,
+            token=self.token,
+            settings=self.settings(),
         )
 
     def remembered(self) -> dict[str, Any]:

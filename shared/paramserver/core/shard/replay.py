@@ -7,10 +7,11 @@ entry that does not follow from the state before it raises CorruptState; it is n
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+from msgspec.structs import replace
+
 from paramserver.core.commit import Contribution
 from paramserver.core.layout import Layout
 from paramserver.core.partition_state import HeldPart, LoadedState, PartitionState
-from paramserver.core.ranges import RangeArray, of_pairs
 from paramserver.core.settings import spec_from_document
 from paramserver.core.shard.effects import AssignTask, Task
 from paramserver.core.shard.events import AssignPart, TaskResult
@@ -79,20 +80,8 @@ class Replay:
 
     def result(self) -> LoadedState:
         """The partition after the last entry."""
-        p = self._p
-        assert p.state is not None
-        return LoadedState(
-            p.state,
-            p.version,
-            p.clock,
-            p.remembered(),
-            tuple(p.buffered),
-            self._known,
-            p.lsn,
-            tuple(h for parts in p.staged.values() for h in parts),
-            p.settings() if self._known else None,
-            self._bytes,
-        )
+        loaded = replace(LoadedState.of(self._p.capture()), replayed_bytes=self._bytes)
+        return loaded if self._known else replace(loaded, stored=False, settings=None)
 
     def _broken(self, entry: JournalEntry, why: str) -> PsError:
         return problem("corrupt_state", f"journal entry {entry.lsn} of partition {self._p.key}: {why}")
@@ -111,7 +100,7 @@ class Replay:
 
     def _push(self, entry: JournalEntry) -> None:
         head, (data,) = entry.head, entry.arrays
-        task = single_task(self._p.update_input(), data, head["dtype"], _ranges(head), head["scale"], head["rate"])
+        task = single_task(self._p.update_input(), data, head["dtype"], head["ranges"], head["scale"], head["rate"])
         self._remember(head, self._p.version + 1)
         self._publish(self._compute(task).state)
 
@@ -124,7 +113,7 @@ class Replay:
         base = None if head["base"] is None else (head["base"][0], head["base"][1])
         (data,) = entry.arrays
         held = HeldPart(
-            worker, epoch, head["clock"], head["seq"], base, head["scale"], _ranges(head), data, head["dtype"]
+            worker, epoch, head["clock"], head["seq"], base, head["scale"], head["ranges"], data, head["dtype"]
         )
         if p.spec.consistency.mode == "sync":
             p.stage(held)
@@ -165,12 +154,12 @@ class Replay:
         data, *slots = entry.arrays
         assert p.state is not None
         steps = None if head["steps"] is None else tuple(head["steps"])
-        part = AssignPart(p.index, data, head["dtype"], True, _ranges(head), tuple(slots) or None, steps)
+        part = AssignPart(p.index, data, head["dtype"], True, head["ranges"], tuple(slots) or None, steps)
         state = self._compute(AssignTask(p.key, p.state, part)).state
         if state is None:
             raise problem("corrupt_state", f"replay gives a non-finite value in partition {p.key}")
         p.state = p.assigned(part, state)
-        least = head.get("least", 0)
+        least = head["least"]
         initial = max(p.version, least)  # while the model lacked initial values
         p.version = initial if head["version"] == initial else max(p.version + 1, least)
         if head["restore"]:
@@ -193,7 +182,3 @@ def replay(
     for entry in entries:
         run.add(entry)
     return run.result()
-
-
-def _ranges(head: Mapping[str, Any]) -> RangeArray | None:
-    return None if head["ranges"] is None else of_pairs(head["ranges"])
