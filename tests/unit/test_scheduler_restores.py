@@ -72,11 +72,13 @@ def test_a_restore_that_a_death_has_just_undone_does_not_end(mode: str, in_place
     assert not model.restoring
 
 
-@pytest.mark.parametrize("in_place", [True, False])
+@pytest.mark.parametrize(("in_place", "stored"), [(True, True), (True, False), (False, False)])
 @pytest.mark.parametrize(
     ("mode", "ack"), [("async", "applied"), ("async", "journaled"), ("sync", "applied"), ("sync", "journaled")]
 )
-def test_a_restore_by_a_client_that_a_death_has_just_undone_does_not_end(mode: str, ack: str, in_place: bool) -> None:
+def test_a_restore_by_a_client_that_a_death_has_just_undone_does_not_end(
+    mode: str, ack: str, in_place: bool, stored: bool
+) -> None:
     """If an owner died after the client had set all, its report ends the restore only once all is set again.
 
     In place and out of sync it ends nothing: what a death takes there is as before the restore.  A report that comes
@@ -97,7 +99,7 @@ def test_a_restore_by_a_client_that_a_death_has_just_undone_does_not_end(mode: s
 
     d.shard("s0")
     lost = [["m", model.generation, i, token] for i, token in d.given() if model.owners[i].shard == "s0"]
-    d.beat("s0", lost=lost if not in_place else [])
+    d.beat("s0", lost=[] if stored else lost)
     d.beats()
     if mode == "async" and in_place:
         assert report(before, set_on)["state"] == "ready"
@@ -112,6 +114,39 @@ def test_a_restore_by_a_client_that_a_death_has_just_undone_does_not_end(mode: s
     assert (done["state"], done["timeline"]) == ("ready", began + (mode == "sync"))
     moved = [[0, 1], *d.given()[1:]]
     assert report(d.given(), began)["timeline"] == report(moved, began)["timeline"] == done["timeline"]
+
+
+@pytest.mark.parametrize("by", ["the scheduler's restore", "another mode", "a death after its end", "a new leader"])
+def test_a_report_of_a_restore_that_did_not_begin_the_timeline_is_refused(by: str) -> None:
+    """Where something else began it, or the leader does not know what did, the client is to look what it has to set."""
+    d = Driver("s0", "s1")
+    d.model(consistency={"mode": "sync"}, ack="journaled")
+    model, before = d.core._c.models["m"], d.given()
+
+    def report(timeline: int) -> Any:
+        return d.ask(lambda n: io.ModelRestored(n, "m", 1, timeline, 12, given=d.given() if timeline else before))
+
+    match by:
+        case "the scheduler's restore":
+            d.ask(lambda n: io.StartRestore(n, "m"))
+            d.ask(lambda n: io.RestoreFinished(n, ModelKey("m", 1)))
+        case "another mode":
+            for mode in ("async", "sync"):
+                d.ask(lambda n, m=mode: io.PatchModel(n, "m", {"consistency": {"mode": m}}))  # type: ignore[misc]
+                d.beats()
+        case "a death after its end":
+            assert report(0)["timeline"] == 1
+            d.shard("s0")
+            d.beat("s0", lost=[["m", 1, i, token] for i, token in d.given() if model.owners[i].shard == "s0"])
+            d.beats()
+        case _:
+            assert report(0)["timeline"] == report(0)["timeline"] == 1
+            d.restart()
+            d.beats()
+    with refused_with("conflict", match="lost values"):
+        report(0)
+    began = d.document()["timeline"]
+    assert report(began)["timeline"] == report(began)["timeline"] == began + 1
 
 
 @pytest.mark.parametrize("target", ["m", "copy"])

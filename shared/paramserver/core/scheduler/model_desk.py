@@ -361,20 +361,24 @@ class ModelDesk:
     def _end_reported(self, model: Model, e: ModelRestored) -> None:
         """End a restore by a client, unless its report is a repeated one.
 
-        Raises ConflictError (`conflict`) if what the client has set is gone.
+        Raises ConflictError (`conflict`) if what the client has set is gone, or may be: it looks for what to set again.
+        That is nothing if a repeated report comes to another leader, and all if Redis was emptied in between.
         """
         given = {row[0]: row[1] for row in e.given}
         gone = [given.get(i) != place(model, i)[1] for i in range(len(model.owners))]
         if model.timeline == e.timeline:
             lost = any(gone)
         else:
-            # All tokens are others once the model has gone back.  After the end of this restore none is, but for those
-            # of partitions that have moved since.
-            lost = all(gone) or not model.ready
+            # What has begun the timeline may have taken some of the values, unless it was the end of this restore.
+            ended = e.timeline == model.timeline - 1 and model.timeline == model.restore_began
+            # Then other tokens are those of partitions that have moved, if not all are others.
+            lost = not ended or all(gone) or not model.ready
         if lost:
             raise _values_lost(model)
         if model.timeline == e.timeline:
             self._end_restore(model, e.version)
+            if model.timeline != e.timeline:
+                model.restore_began = model.timeline
 
 
 def _states(model: Model, sizes: Mapping[str, int]) -> tuple[int, set[Worker]]:

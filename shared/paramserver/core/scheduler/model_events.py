@@ -105,11 +105,11 @@ class RestoreFinished(Request, frozen=True):
 class ModelRestored(Request, frozen=True):
     """POST /internal/models/{m}/restored: a client has set every partition itself. Answer 200 with the model document.
 
-    A model that awaits its values is complete; if it is not on `timeline` any more, it lost some: 409 `conflict`.  A
-    synchronous model that is still on `timeline` begins a new one, so repeating the request is harmless.  Neither is
-    done if a partition has another owner than `given` says, or none: 409 `conflict`, and what was set there is to be
-    set again.  So it is if a synchronous model is on another timeline and every partition has another owner: it has
-    gone back.  Without `timeline` it only brings `workers`, also those of a restore that ends with `RestoreFinished`.
+    A model that awaits its values is complete.  A synchronous model begins a new timeline, once, however often the
+    request comes.  Neither is done if a partition has another owner than `given` says, or none: 409 `conflict`, and
+    what was set there is to be set again.  So it is if a synchronous model is on another timeline by now, unless this
+    request began it and not every partition has another owner since.  Without `timeline` it only brings `workers`, also
+    those of a restore that ends with `RestoreFinished`.
     """
 
     model: str

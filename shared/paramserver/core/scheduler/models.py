@@ -69,6 +69,8 @@ class Model:
     last_commit_s: float = float("-inf")
     restoring: bool = False
     """A restore is in progress, so no commits are made."""
+    restore_began: int | None = None
+    """Timeline that a client's report of a restore has begun: that report may come again.  Never stored."""
     clock_stored: int = 0
     """Modes other than sync: the clock last stored, with which another leader would start."""
     commits: deque[tuple[float, Commit]] = field(default_factory=deque)
