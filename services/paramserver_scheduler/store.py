@@ -23,7 +23,7 @@ STATE_KEY: Final = "ps:state"
 FORMAT: Final = 1
 """Format of a document.  A new field raises it: a version that does not know the field would drop it unnoticed."""
 _READ: Final = (FORMAT,)
-"""Beside its own a version reads the format of the previous minor version."""
+"""From the first release on a version also reads the format of the previous minor version."""
 STEP_CHARS: Final = limits.MIB
 """Characters of JSON made at a time: encoding a large state must not keep the lease from being renewed."""
 

@@ -476,8 +476,8 @@ async def restore(redis: Redis, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["1.3"])
-async def test_stored_formats_of_today_and_one_minor_older_are_read(redis: Redis, name: str) -> None:
-    """Snapshots and journals in the current format and one minor version older are read."""
+async def test_what_is_stored_in_a_known_format_is_read(redis: Redis, name: str) -> None:
+    """Snapshots and journals in a format that this version knows are read."""
     await restore(redis, name)
     key = PartitionKey(ModelKey("golden", 2), 1)
     scripts = ScriptRunner(redis)
