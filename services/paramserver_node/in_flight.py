@@ -43,16 +43,16 @@ class _Client:
 class Account:
     """Counts one request and its bytes while it is in flight."""
 
-    __slots__ = ("_address", "_client", "_whole", "size_bytes")
+    __slots__ = ("_client", "_whole", "address", "size_bytes")
 
     def __init__(self, whole: InFlight, client: _Client, address: str) -> None:
         self._whole = whole
         self._client = client
-        self._address = address
+        self.address = address
         self.size_bytes = 0
 
     def __enter__(self) -> "Account":
-        self._whole.clients[self._address] = self._client
+        self._whole.clients[self.address] = self._client
         self._whole.requests += 1
         self._client.requests += 1
         return self
@@ -63,7 +63,7 @@ class Account:
         client.requests -= 1
         self.release()
         if not client.requests:
-            del whole.clients[self._address]
+            del whole.clients[self.address]
 
     def grow(self, size_bytes: int) -> None:
         """Count body bytes that are about to be read, or have just been.  Raises as `InFlight.request` does.

@@ -5,6 +5,7 @@ refused without side effects.
 """
 
 from collections.abc import Callable, Coroutine, Iterable
+from functools import partial
 from typing import Any, Final, TypeVar
 
 from msgspec.structs import replace
@@ -103,7 +104,7 @@ class _Endpoint:
             await send(_start(200, len(whole)))
             await send({"type": "http.response.body", "body": whole})
             return
-        with self._unsent.holding(answer):
+        with self._unsent.holding(account(scope).address, answer):
             await _send_body(scope, send, answer)
 
     def _accepted(self, scope: Scope, arriving: Arriving, began_s: float) -> Callable[[PushDone], None]:
@@ -194,8 +195,8 @@ class Pull(_Endpoint):
         frame = await self._reader.read(scope, receive, PullFrame, _prepare_pull)
         answer = await _while_there(receive, frame.wait_s, self._frames.pull(frame, account(scope).grow))
         self.recheck_serving()
-        if answer.body_bytes >= SMALL_BYTES:
-            self._unsent.check()  # only now: pulls that waited for one version each would keep them all
+        # Only now: pulls that waited for one version each would keep them all.
+        self._unsent.check(account(scope).address, answer.body_bytes)
         await self._send_values(scope, send, answer)
         self._telemetry.pulled(frame.model, 0 if frame.forwarded else answer.values_bytes, began_s)
 
@@ -212,9 +213,8 @@ class PushPull(_Pushing):
 
     async def by_frame(self, scope: Scope, receive: Receive, send: Send, began_s: float) -> None:
         arriving = await self._read_frame(scope, receive)
-        self._unsent.check()  # before the push, which would have been accepted otherwise
-        accepted = self._accepted(scope, arriving, began_s)
-        answer = await self._frames.pushpull(arriving, accepted, account(scope).grow)
+        accepted, own = self._accepted(scope, arriving, began_s), account(scope)
+        answer = await self._frames.pushpull(arriving, partial(self._unsent.check, own.address), accepted, own.grow)
         self.recheck_serving()
         await self._send_values(scope, send, answer)
         self._telemetry.pulled(arriving.frame.model, answer.values_bytes, began_s)

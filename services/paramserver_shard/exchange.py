@@ -54,6 +54,8 @@ class GotPart(Struct, frozen=True):
     """That of the model when they were taken: while a pull waits, another one may begin."""
     pieces: tuple[F32, ...]
     """The requested elements, end to end; read-only by convention."""
+    collected: bool = False
+    """They came from another shard, and their bytes are in flight (`make_room`)."""
 
 
 Part = TypeVar("Part", PushPart, WantedPart, AssignPart)
@@ -313,6 +315,6 @@ def _got(known: KnownModel, parts: Sequence[WantedPart], reply: PullReply, body:
     at = 0
     for want, (partition, version, incarnation) in zip(parts, reply.parts, strict=True):
         size = known.layout.partition_size(partition) if want.ranges is None else elements(want.ranges)
-        out.append(GotPart(partition, version, incarnation, reply.timeline, (values[at : at + size],)))
+        out.append(GotPart(partition, version, incarnation, reply.timeline, (values[at : at + size],), True))
         at += size
     return out

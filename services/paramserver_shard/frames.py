@@ -171,21 +171,28 @@ class FrameService:
         return await self._pull(known, frame, make_room, timeline=frame.timeline, forward=forward)
 
     async def pushpull(
-        self, arriving: Arriving, accepted: Callable[[PushDone], None], make_room: Callable[[int], None]
+        self,
+        arriving: Arriving,
+        check_answer: Callable[[int], None],
+        accepted: Callable[[PushDone], None],
+        make_room: Callable[[int], None],
     ) -> "FrameBody":
         """Push, then pull what the frame asks for; no values if the awaited commit did not come.
 
-        `accepted` is as in `push`, `make_room` as in `pull`.
+        `check_answer` is called with the bytes of the values, unless they can be lent, and may refuse them: before the
+        push, which would have been accepted otherwise.  `accepted` is as in `push`, `make_room` as in `pull`.
         """
         known, frame = arriving.known, arriving.frame
         if frame.pull is None:
             raise problem("malformed", "frame header: a pushpull carries what to pull")
         forward = may_forward(frame)
-        self._check_pull(known, frame.pull, forward=forward)
+        values_bytes = self._check_pull(known, frame.pull, forward=forward)
         if frame.ends is not None and {p for p, _ in frame.pull.parts} - {p.partition for p in frame.parts}:
             raise problem(
                 "malformed", "frame header: a push that ends an iteration may pull only the partitions it pushes"
             )
+        if forward or self._lending is None or not _may_lend(frame.pull) or not self._lending.has_room(values_bytes):
+            check_answer(values_bytes)
         done, commit_values = await self.push(arriving, accepted)
         if commit_values is not None:
             answer = self._body(known, frame.pull, commit_values)
@@ -253,7 +260,7 @@ class FrameService:
             got = by_index[index]
             parts.append(GotPart(index, got.version, got.incarnation, done.timeline, slices(got.state.values, ranges)))
         answer = FrameBody(known, spec.dtype, done.timeline, parts)
-        if spec.mapped and spec.dtype == "float32" and all(ranges is None for _, ranges in spec.parts):
+        if _may_lend(spec):
             answer.lease = self._lease(known.key, [(p.partition, p.version) for p in parts], answer.pieces)
         return answer
 
@@ -274,8 +281,8 @@ class FrameService:
             return None
         return self._lending.lease(current or values or (), current=current is not None)
 
-    def _check_pull(self, known: KnownModel, spec: PullSpec, *, forward: bool) -> None:
-        """Check what `spec` asks for, as `_pull` takes it.  Raises RequestError."""
+    def _check_pull(self, known: KnownModel, spec: PullSpec, *, forward: bool) -> int:
+        """Check what `spec` asks for, as `_pull` takes it, and return its bytes.  Raises RequestError."""
         counts = [(p, self._elements(known, p, ranges)) for p, ranges in spec.parts]
         if not spec.parts:
             raise problem("malformed", "frame header: the pull names no partition")
@@ -287,6 +294,7 @@ class FrameService:
                     f"{others} bytes of it are other shards', of which this one collects at most {BODY_BYTES_MAX}",
                     hint="ask their owners, or ask for fewer partitions at once",
                 )
+        return ITEMSIZE[spec.dtype] * sum([n for _, n in counts])
 
     def _elements(self, known: KnownModel, partition: int, ranges: RangeArray | None) -> int:
         """Return the elements of a part.  Raises RequestError (`invalid_range`) if it is not within the model."""
@@ -302,6 +310,11 @@ class FrameService:
 
     def _all_local(self, known: KnownModel, partitions: Iterable[int]) -> bool:
         return all([known.owners[p][0] == self._directory.shard for p in partitions])
+
+
+def _may_lend(spec: PullSpec) -> bool:
+    """Return whether the values may be lent instead of sent."""
+    return spec.mapped and spec.dtype == "float32" and all(ranges is None for _, ranges in spec.parts)
 
 
 def push_reply(done: PushDone, commit_values: PullDone | None = None, lease: Lease | None = None) -> PushReply:

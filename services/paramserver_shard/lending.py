@@ -68,7 +68,7 @@ class Lending:
         """
         files = tuple(f for a in arrays if (f := self._versions.file_of(a)) is not None)
         size = sum([a.nbytes for a in arrays if id(a) not in self._covering])
-        if len(files) < len(arrays) or self.leased_bytes + size > LEASED_BYTES_MAX or len(self._leases) >= LEASES_MAX:
+        if len(files) < len(arrays) or not self.has_room(size):
             return None
         # Whoever knows the number can end the lease, so it cannot be guessed; successive ones have words of their own.
         number = secrets.randbits(_SECRET_BITS) * LEASE_WORDS + next(self._numbers) % LEASE_WORDS
@@ -79,6 +79,10 @@ class Lending:
         if current:
             self._board.mark_current(number)
         return number, files
+
+    def has_room(self, size_bytes: int) -> bool:
+        """Return whether the bounds allow one more lease, of so many bytes that no other one covers."""
+        return self.leased_bytes + size_bytes <= LEASED_BYTES_MAX and len(self._leases) < LEASES_MAX
 
     def clear_superseded(self, states: Iterable[PartitionState]) -> None:
         """Clear the marks of leases that cover these states: pulls are no longer answered with them."""

@@ -22,7 +22,7 @@ from paramserver.core.ranges import of_pairs
 from paramserver.errors import Unavailable
 from paramserver.limits import CLIENT_REQUESTS_MAX, MIB
 from paramserver.wire import http2
-from paramserver.wire.frame import MEDIA_TYPE, PullFrame, PushFrame, PushPart, encode_header
+from paramserver.wire.frame import MEDIA_TYPE, PullFrame, PullSpec, PushFrame, PushPart, encode_header
 from paramserver_node.in_flight import InFlight
 from paramserver_shard.inflight import MEMORY_SHARE, bytes_max
 
@@ -381,29 +381,30 @@ def test_pushes_that_wait_for_their_commit_leave_room_for_the_one_it_needs(pair:
 
 @pytest.mark.process
 def test_pulls_that_nobody_reads_keep_few_versions(cluster: Nodes) -> None:
-    """Versions that unread answers by frame keep take half of the shard's memory: then such pulls get 503.
+    """Versions that an address's unread answers by frame keep take its share of memory: then it gets 429.
 
-    Others go on, and once the answers are gone, so does a pull by frame.
+    Pulls and pushpulls of others go on, and once the answers are gone, so do its own.
     """
     size = 16 * MIB
     name, big = made(cluster), made(cluster, size // 4, partitions=1)
     url = f"http://127.0.0.1:{cluster.shard_ports['shard-0']}"
-    frame = encode_header(PullFrame([(0, of_pairs([(0, MIB // 4)]))], model=big))
+    wanted = [(0, of_pairs([(0, MIB // 4)]))]
+    frame = encode_header(PullFrame(wanted, model=big))
+    both = encode_header(PushFrame(big, [PushPart(0, None, of_pairs([(0, 1)]))], pull=PullSpec(wanted))) + bytes(4)
     kind = {"content-type": MEDIA_TYPE}
     head = [(":method", "POST"), (":scheme", "http"), (":authority", "x"), (":path", "/pull"), *kind.items()]
     block = http2.encoded([(k.encode(), v.encode()) for k, v in head])
-    lent, most = "paramserver_buffer_lent_bytes", MEMORY // 2 + 8 * size
+    lent, most = "paramserver_buffer_lent_bytes", MEMORY // 4 + 8 * size
 
-    def pulled() -> httpx.Response:
-        while (answer := httpx.post(f"{url}/pull", content=frame, headers=kind, timeout=60)).status_code == 503:
-            if answer.json()["code"] not in STOOD_STILL:  # as in `served`
-                break
-        return answer
+    def asked(path: str, content: bytes, address: str = "127.0.0.1") -> httpx.Response:
+        with httpx.Client(transport=httpx.HTTPTransport(local_address=address), timeout=60) as http:
+            while (answer := http.post(f"{url}{path}", content=content, headers=kind)).status_code == 503:
+                if answer.json()["code"] not in STOOD_STILL:  # as in `served`
+                    break
+            return answer
 
     def replaced() -> None:
-        body = {"model": big, "grads": {"w": [1.0]}, "ranges": {"w": [[0, 1]]}}
-        while (answer := httpx.post(f"{url}/push", json=body, timeout=60)).status_code == 503:
-            assert answer.json()["code"] in STOOD_STILL
+        assert asked("/pushpull", both).status_code == 200
 
     def gauge(metric: str) -> float:
         text = httpx.get(f"{url}/metrics", timeout=60).text
@@ -418,14 +419,17 @@ def test_pulls_that_nobody_reads_keep_few_versions(cluster: Nodes) -> None:
                 + http2.frame(http2.DATA, http2.END_STREAM, stream, frame)
             )
             replaced()
-            if (answer := pulled()).status_code == 503:
+            if (answer := asked("/pull", frame, FLOODER)).status_code == 429:
                 break
-        assert answer.status_code == 503, "what is unread takes ever more memory"
-        assert answer.json()["code"] == "queue_full"
+        assert answer.status_code == 429, "what is unread takes ever more memory"
+        assert answer.json()["code"] == "too_many_requests"
         assert "retry-after" in answer.headers
+        assert asked("/pull", frame).status_code == 200
+        assert asked("/pushpull", both, FLOODER).status_code == 429
         for _ in range(20):
             replaced()
         assert gauge(lent) < most
         served(cluster, name, 20)
-    eventually(lambda: pulled().status_code == 200, within_s=60, what="pulls, once the answers are gone")
+    own_turn = partial(asked, "/pull", frame, FLOODER)
+    eventually(lambda: own_turn().status_code == 200, within_s=60, what="pulls, once the answers are gone")
     cluster.call("DELETE", f"/models/{big}")

@@ -4,7 +4,7 @@ import asyncio
 import threading
 from collections.abc import Iterator, Sequence
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any, NoReturn, cast
 
 import msgpack
 import numpy as np
@@ -16,10 +16,10 @@ from paramserver.core.layout import Layout
 from paramserver.core.ranges import of_pairs
 from paramserver.core.selection import select
 from paramserver.core.spec import ModelSpec
-from paramserver.errors import RequestError
+from paramserver.errors import RequestError, Unavailable, problem
 from paramserver.limits import BODY_BYTES_MAX, JSON_ELEMENTS_MAX, MIB
 from paramserver.types import F32, AnyArray, ModelKey
-from paramserver.wire.frame import PullFrame
+from paramserver.wire.frame import PullFrame, PullSpec, PushFrame
 from paramserver.wire.tensor import from_f32, to_msgpack
 from paramserver_node.in_flight import InFlight
 from paramserver_shard import responses
@@ -140,6 +140,28 @@ async def test_a_shard_collects_no_more_than_a_body_from_others() -> None:
         await frames.pull(PullFrame([(i, None) for i in range(32)], model="m"), lambda _: None)
     fits: Any = [(0, of_pairs([(1, model.known.layout.partition_size(0))])), *((i, None) for i in range(1, 32))]
     await frames.pull(PullFrame(fits, model="m"), lambda _: None)
+
+
+@pytest.mark.parametrize(("room", "mapped", "checked"), [(True, False, 32), (True, True, None), (False, True, 32)])
+async def test_a_pushpull_checks_what_it_sends_before_it_pushes(
+    room: bool, mapped: bool, checked: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before the push its answer may be refused by its bytes, unless the values can be lent instead of sent."""
+    model: Any = Elsewhere(8, 2)
+    lending: Any = SimpleNamespace(has_room=lambda _: room)
+    frames = FrameService(model, model, cast(Any, None), model, cast(Any, None), lending)
+    did: list[Any] = []
+
+    async def push(*_: Any) -> NoReturn:
+        did.append("push")
+        raise problem("unavailable", "this is all that the test needs")
+
+    monkeypatch.setattr(frames, "push", push)
+    spec = PullSpec([(0, None), (1, None)], mapped=mapped)
+    arriving: Any = SimpleNamespace(known=model.known, frame=PushFrame("m", [], map_epoch=1, pull=spec))
+    with refused_with("unavailable", Unavailable):
+        await frames.pushpull(arriving, did.append, lambda _: None, lambda _: None)
+    assert did == ["push"] if checked is None else [checked, "push"]
 
 
 async def test_a_large_answer_in_msgpack_keeps_nobody_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
