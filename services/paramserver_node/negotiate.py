@@ -1,7 +1,7 @@
 """Content negotiation: bodies are JSON or msgpack, as Content-Type and Accept say."""
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from math import isfinite
 from typing import Any, Final
 
@@ -185,8 +185,26 @@ def respond(request: Request, body: Any, status: int = 200, headers: Mapping[str
     return Response(json_text(body), status, dict(headers or {}), media_type=JSON)
 
 
+def encoder(request: Request) -> Callable[[Any], bytes]:
+    """Return what encodes a value in the media type that the client accepts: for `respond_items`."""
+    return pack if accepted(request) == MSGPACK else json_text
+
+
+def respond_items(request: Request, fields: Mapping[str, Any], items: Sequence[bytes]) -> Response:
+    """Return a response with these fields (one at least) and `items`, a list whose items are encoded already.
+
+    A list of megabytes would hold up the event loop if it were encoded, or converted, at once.
+    """
+    if accepted(request) == JSON:
+        return Response(b'%b,"items":[%b]}' % (json_text(fields)[:-1], b",".join(items)), media_type=JSON)
+    to = msgpack.Packer()
+    pairs = [part for pair in fields.items() for part in map(pack, pair)]
+    heads = to.pack_map_header(len(fields) + 1), *pairs, pack("items"), to.pack_array_header(len(items))
+    return Response(b"".join((*heads, *items)), media_type=MSGPACK)
+
+
 def respond_text(request: Request, text: bytes) -> Response:
-    """Return a response with what this JSON text says, in a media type that the client accepts."""
+    """Return a response with what this JSON text, which is not long, says, in a media type that the client accepts."""
     if accepted(request) == MSGPACK:
         return Response(pack(json.loads(text)), media_type=MSGPACK)
     return Response(text, media_type=JSON)

@@ -115,17 +115,17 @@ def page(
     """
     limit = number_of(request, "limit", PAGE_MAX, 1, PAGE_MAX)
     start = number_of(request, "after", 0)
-    texts: list[bytes] = []
+    encode = negotiate.encoder(request)
+    encoded: list[bytes] = []
     size = 0
     for item in items[start : start + limit]:
-        text = negotiate.json_text(document(item))
-        size += len(text)
-        if texts and size > limits.PAGE_BYTES_MAX:
+        encoded.append(encode(document(item)))
+        size += len(encoded[-1])
+        if len(encoded) > 1 and size > limits.PAGE_BYTES_MAX:
+            encoded.pop()
             break
-        texts.append(text)
-    end = start + len(texts)
-    following = negotiate.json_text(str(end) if end < len(items) else None)
-    return negotiate.respond_text(request, b'{"items":[%b],"next":%b}' % (b",".join(texts), following))
+    end = start + len(encoded)
+    return negotiate.respond_items(request, {"next": str(end) if end < len(items) else None}, encoded)
 
 
 def number_of(request: Request, name: str, default: D, low: int = 0, high: int = INTEGER_MAX) -> int | D:

@@ -100,18 +100,17 @@ async def series(request: Request) -> Response:
         if name not in UNITS and not name.startswith(REPORTED):
             raise problem("malformed", f"no metric {name!r:.80}", hint=f"known: {', '.join(UNITS)}, {REPORTED}NAME")
     head = {"start_s": grid.start_s, "step_s": grid.step_s, "count": grid.count}
-    pause = Pause()
-    texts: list[bytes] = []  # each made by itself: a thousand series at once would hold everybody up
+    encode, pause = negotiate.encoder(request), Pause()
+    items: list[bytes] = []  # each encoded by itself: a thousand series at once would hold everybody up
     for name in names:
         reported = name.removeprefix(REPORTED)
         found = s.history.rings.read(name, only, grid) if name in UNITS else _reported(s, reported, only, grid)
         for labels, values in found:
             if any(v is not None for v in values):
                 line = {"metric": name, "unit": UNITS.get(name, ""), "labels": dict(labels), "values": values}
-                texts.append(negotiate.json_text(line))
+                items.append(encode(line))
             await pause()
-    whole = b'%b,"items":[%b]}' % (negotiate.json_text(head)[:-1], b",".join(texts))
-    return negotiate.respond_text(request, whole)
+    return negotiate.respond_items(request, head, items)
 
 
 def _reported(s: Service, name: str, only: dict[str, str], grid: Grid) -> Iterator[tuple[Labels, list[float | None]]]:
