@@ -124,13 +124,16 @@ class _LocalCluster:
     def resize(self, shards: int) -> None:
         """Change the number of shards in the plan, and wait until the supervisor has adopted it.
 
-        Raises Failed if there is no plan, if the ports have no room, if the supervisor has ended, or after 60 s.
+        Raises Failed if there is no plan, if the ports have no room or the supervisor has not said yet how much, if
+        it has ended, or after 60 s.
         """
         plan, supervisor = self.state.plan(), self.state.supervisor()
         if plan is None:
             raise Failed(f"the cluster under {self.state.path} has no plan")
         room = None if supervisor is None else supervisor.shards_max
-        if room is not None and shards > room:
+        if room is None:
+            raise Failed(f"the cluster under {self.state.path} is still starting: try again")
+        if shards > room:
             raise Failed(f"the ports of this cluster have room for 1 to {room} shards, not {shards}")
         self.state.write(replace(plan, shards=shards))
         launch.plan_changed(self.state)

@@ -261,6 +261,7 @@ class Supervisor:
             if plan is None or p.plan.scheduler is not None or plan.shards == p.plan.shards:
                 continue
             if not 0 < plan.shards <= p.block.shards_max:  # psctl asks for none of these
+                log.error("the plan's %d shards are not 1 to %d: it is ignored", plan.shards, p.block.shards_max)
                 continue
             self.error = ""
             log.info("%d shards instead of %d", plan.shards, p.plan.shards)

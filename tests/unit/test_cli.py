@@ -241,13 +241,14 @@ def test_a_shard_has_its_own_time_and_more_before_it_is_killed(
         assert child.wait(10) == -signal.SIGKILL
 
 
-def test_more_shards_than_there_are_ports_are_refused(tmp_path: Path) -> None:
-    """`resize` fails with the possible range, and leaves the plan as it is."""
+@pytest.mark.parametrize(("shards_max", "says"), [(97, "room for 1 to 97"), (None, "still starting")])
+def test_more_shards_than_there_are_ports_are_refused(tmp_path: Path, shards_max: int | None, says: str) -> None:
+    """`resize` fails with the possible range, or if it is not known yet, and leaves the plan as it is."""
     state = StateDir(tmp_path)
     two = Cluster("http://h:1", ["http://h:2", "http://h:3"], "redis://h:9", None, {}, str(tmp_path), ["http://h:1"])
-    for document in (Plan(shards=2), two, SupervisorState(os.getpid(), "ready", shards_max=97)):
+    for document in (Plan(shards=2), two, SupervisorState(os.getpid(), "ready", shards_max=shards_max)):
         state.write(document)
-    with pytest.raises(Failed, match="room for 1 to 97"):
+    with pytest.raises(Failed, match=says):
         moves._LocalCluster(state, two).resize(500)
     assert state.plan() == Plan(shards=2)
 
