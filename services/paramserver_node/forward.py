@@ -23,7 +23,7 @@ FORWARDED_BY_SHARD: Final = "x-paramserver-forwarded"
 FORWARDED_TO_LEADER: Final = "x-paramserver-handed-on"
 """Header on requests that a standby scheduler forwards to the leader: a receiver that does not lead refuses them."""
 FORWARDED_TO_SHARD: Final = "x-paramserver-handed-over"
-"""Header on requests that a scheduler forwards to a shard: a scheduler that receives one does not forward it again."""
+"""Header on requests that a scheduler forwards to a shard: a scheduler that receives one refuses it."""
 FORWARDED_ROLE: Final = "x-paramserver-role"
 """Header on requests that a node forwards under its own token: the role of the client."""
 

@@ -13,7 +13,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from paramserver.errors import problem
 from paramserver.net.addresses import SCHEDULERS
 from paramserver_node import problems
-from paramserver_node.forward import FORWARDED_TO_LEADER, Forwarder, changes_something, in_doubt
+from paramserver_node.forward import FORWARDED_TO_LEADER, FORWARDED_TO_SHARD, Forwarder, changes_something, in_doubt
 from paramserver_node.log import path_of
 from paramserver_node.middleware import no_body_deadline
 from paramserver_node.race import race
@@ -33,6 +33,9 @@ OF_SHARDS: Final = "/internal/shards"
 """Beginning of the paths that shards ask for, each of them every second or more often."""
 
 
+_TO_SHARD: Final = FORWARDED_TO_SHARD.encode()
+
+
 class LeaderProxy:
     """The ASGI app around a scheduler's routes."""
 
@@ -45,6 +48,9 @@ class LeaderProxy:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["path"].startswith(OF_SHARDS) and allows(scope["state"].get("role", "admin"), "node"):
             self._lease.hear()
+        if any(name == _TO_SHARD for name, _ in scope["headers"]):  # not to be forwarded, nor to be missing here
+            hint = "GET /shards lists the addresses; correct the shard's --advertise"
+            raise problem("unavailable", "the address of a shard leads to a scheduler instead", hint=hint)
         if scope["path"] in LOCAL_PATHS or scope["path"].startswith(LOCAL_PREFIXES):
             await self._app(scope, receive, send)
         elif await self._is_leader():

@@ -7,6 +7,7 @@ from typing import Any, cast
 
 import httpx
 import pytest
+from fastapi import Request, Response
 
 from paramserver.errors import problem
 from paramserver.net.credentials import Credentials
@@ -341,3 +342,26 @@ def test_schedulers_on_machines_of_one_host_name_are_told_apart_by_their_names()
     places = [_lease_of(SchedulerSettings(name=name, host="0.0.0.0"), redis).place for name in ("a", "b", "a")]
 
     assert places[0] == places[2] != places[1]
+
+
+async def test_a_partition_whose_shard_is_a_scheduler_is_not_called_missing() -> None:
+    """What was forwarded to a shard is refused by a scheduler with the reason, under paths, too, that it has not."""
+    app, sent = make_app(), list[tuple[str, dict[str, str]]]()
+
+    async def forward(request: Request, urls: list[str], *, headers: dict[str, str]) -> Response:
+        sent.append((request.scope["path"], headers))
+        return Response()
+
+    async def confirm() -> bool:
+        return True
+
+    read = SimpleNamespace(key=str, spec=lambda _: SimpleNamespace(partitions=1), owner=lambda *_: "http://other")
+    leading, forwarder = SimpleNamespace(confirm=confirm), cast(Any, SimpleNamespace(forward=forward))
+    app.state.service = SimpleNamespace(read=read, leadership=leading, forwarder=forwarder)
+    transport = httpx.ASGITransport(served(app, cast(Any, SimpleNamespace(schedulers=())), forwarder))
+    async with httpx.AsyncClient(transport=transport, base_url="http://here") as client:
+        await client.get("/internal/models/m/partitions/0")
+        ((path, headers),) = sent
+        refused = await client.get(path, headers=headers)
+    assert (path, refused.status_code) == ("/internal/state/m/0", 503)
+    assert refused.json()["detail"] == "the address of a shard leads to a scheduler instead"

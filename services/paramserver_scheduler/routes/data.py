@@ -1,6 +1,7 @@
 """Parameter values and whole partitions: forwarded to shards, streamed, so that one address is enough."""
 
 import itertools
+from collections.abc import Sequence
 
 from fastapi import APIRouter, Request, Response
 
@@ -109,21 +110,19 @@ async def _to_owner(request: Request, m: str, index: int, path: str) -> Response
     if not 0 <= index < s.read.spec(key).partitions:
         raise problem("invalid_range", f"model '{m}' has no partition {index}")
     there = {**request.scope, "path": path, "raw_path": path.encode()}  # of a model that exists: its name is ASCII
-    return await s.forwarder.forward(Request(there, request.receive), [s.read.owner(key, index)])
+    return await _forwarded(Request(there, request.receive), [s.read.owner(key, index)])
 
 
 async def hand_over(request: Request) -> Response:
-    """Forward the request to a live shard, starting with another one each time, and return its answer.
-
-    Raises Unavailable (`unavailable`) if a scheduler has sent it here as if this were a shard.
-    """
-    if FORWARDED_TO_SHARD in request.headers:
-        hint = "GET /shards lists the addresses; correct the shard's --advertise"
-        raise problem("unavailable", "the address of a shard leads to a scheduler instead", hint=hint)
+    """Forward the request to a live shard, starting with another one each time, and return its answer."""
     s = service(request)
     live = [shard["addresses"] for shard in s.read.map()["shards"].values() if shard["alive"]]
     if not live:
         raise problem("no_shards", "no shard is alive", hint="start one: paramserver-shard --scheduler URL")
     turn = next(_turns) % len(live)
     urls = [a for addresses in live[turn:] + live[:turn] for a in addresses if a.startswith("http")]
-    return await s.forwarder.forward(request, urls, headers={FORWARDED_TO_SHARD: "1"})
+    return await _forwarded(request, urls)
+
+
+async def _forwarded(request: Request, urls: Sequence[str]) -> Response:
+    return await service(request).forwarder.forward(request, urls, headers={FORWARDED_TO_SHARD: "1"})
