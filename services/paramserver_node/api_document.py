@@ -59,7 +59,7 @@ _QUERY: Final[dict[str, dict[str, Any]]] = {
     "limit": {"type": "integer", "minimum": 1},
     "after": {**_TEXT, "pattern": "^[0-9]{1,16}$"},
     "wait_s": {"type": "integer", "minimum": 0, "maximum": int(WAIT_S_MAX)},
-    **dict.fromkeys(("epoch", "generation", "since"), _COUNT),
+    **dict.fromkeys(("cut", "epoch", "generation", "since"), _COUNT),
     **dict.fromkeys(("from", "to"), _SECONDS),
     "step": {**_SECONDS, "maximum": STATUS_SPAN_S_MAX},
 }

@@ -80,12 +80,15 @@ def test_a_parameter_is_a_npy_file_with_conditions() -> None:
 
 
 def test_bodies_name_every_media_type_that_they_may_have() -> None:
-    """Pushes and pulls may be frames, which are answered by frames; the change of a model is a JSON merge patch."""
+    """Pushes and pulls may be frames, which are answered by frames, and partitions are; a model's change is a patch."""
     paths = DOCUMENT["paths"]
     for path in ("/push", "/pull", "/pushpull"):
         operation = paths[path]["post"]
         assert MEDIA_TYPE in operation["requestBody"]["content"]
         assert MEDIA_TYPE in operation["responses"]["200"]["content"]
+    partition = paths["/internal/models/{m}/partitions/{index}"]
+    assert [list(o["responses"]["200"]["content"]) for o in partition.values()] == [[MEDIA_TYPE]] * 2
+    assert list(partition["post"]["requestBody"]["content"]) == [MEDIA_TYPE]
     assert "application/merge-patch+json" in paths["/models/{m}"]["patch"]["requestBody"]["content"]
 
 

@@ -6,7 +6,9 @@ from collections.abc import Sequence
 from fastapi import APIRouter, Request, Response
 
 from paramserver.errors import problem
+from paramserver.wire.frame import MEDIA_TYPE
 from paramserver_node.forward import FORWARDED_TO_SHARD
+from paramserver_node.queries import takes_query
 from paramserver_node.roles import role
 from paramserver_scheduler import value_docs as docs
 from paramserver_scheduler.requests import response_doc, service
@@ -74,9 +76,10 @@ async def assign(request: Request, m: str, name: str, start: int | None = None, 
     "/internal/models/{m}/partitions/{index}",
     tags=["internal"],
     response_class=Response,
-    responses=response_doc(200, "The partition's whole state"),
+    responses=response_doc(200, "The partition's whole state", others=[MEDIA_TYPE]),
 )
 @role("node")
+@takes_query("generation", "cut")
 async def read_partition(request: Request, m: str, index: int) -> Response:
     """Read a partition's whole state, for a client that saves a checkpoint to a folder and cannot reach its owner.
 
@@ -89,7 +92,8 @@ async def read_partition(request: Request, m: str, index: int) -> Response:
     "/internal/models/{m}/partitions/{index}",
     tags=["internal"],
     response_class=Response,
-    responses=response_doc(200, "Set"),
+    responses=response_doc(200, "Set", others=[MEDIA_TYPE]),
+    openapi_extra={"requestBody": {"required": True, "content": {MEDIA_TYPE: {}}}},
 )
 @role("node")
 async def set_partition(request: Request, m: str, index: int) -> Response:
