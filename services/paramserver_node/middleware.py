@@ -47,9 +47,11 @@ _NUMBERS: Final = itertools.count(1)
 
 # No label is a path or name that clients choose: templates, methods, statuses and codes are bounded in number.
 REQUESTS: Final = Counter("paramserver_http_requests_total", "Requests answered", ["route", "method", "status", "code"])
-IN_FLIGHT: Final = Count()
-"""Requests being answered."""
-Gauge("paramserver_http_requests_in_flight", "Requests that are being answered").set_function(lambda: IN_FLIGHT.total)
+OPEN_REQUESTS: Final = Count()
+"""All that are being answered, also those that no bound counts."""
+Gauge("paramserver_http_requests_in_flight", "Requests that are being answered").set_function(
+    lambda: OPEN_REQUESTS.total
+)
 REQUEST_S: Final = Histogram(
     "paramserver_http_request_seconds",
     "Time from the first byte of a request to the end of its response",
@@ -92,7 +94,7 @@ class NodeMiddleware:
         exchange = _Exchange(scope, receive, send, self._deadlines)
         scope.setdefault("state", {})["request_id"] = exchange.request_id
         started_at = time.monotonic()
-        IN_FLIGHT.total += 1
+        OPEN_REQUESTS.total += 1
         try:
             _check_path(scope)
             if self._guard is not None:
@@ -112,7 +114,7 @@ class NodeMiddleware:
             answer = problems.failed(Request(scope), e)
             await answer(scope, exchange.receive, exchange.send)
         finally:
-            IN_FLIGHT.total -= 1
+            OPEN_REQUESTS.total -= 1
             route: Any = scope.get("route")
             path = getattr(route, "path", "none")
             method = scope["method"] if scope["method"] in _METHODS else "OTHER"

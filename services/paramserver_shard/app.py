@@ -17,10 +17,10 @@ from paramserver_node.middleware import NodeMiddleware
 from paramserver_node.queries import check_query, query_checked
 from paramserver_node.roles import role
 from paramserver_shard import array_routes, slots
+from paramserver_shard.accounts import AccountMiddleware, bytes_max
 from paramserver_shard.arrays import ArrayService
 from paramserver_shard.endpoints import Pull, Push, PushPull
 from paramserver_shard.frames import FrameService
-from paramserver_shard.inflight import InFlightMiddleware, bytes_max
 from paramserver_shard.internal import router as internal_router
 from paramserver_shard.lending import Lending
 from paramserver_shard.membership import Membership
@@ -77,7 +77,7 @@ def make_app(services: Services) -> FastAPI:
 def served(app: FastAPI, s: Services) -> ASGIApp:
     """Wrap the app for the server: request ids, access control, draining of bodies, metrics, bounds on work."""
     in_flight = InFlight(bytes_max(s.membership.memory.limit_bytes))
-    return NodeMiddleware(InFlightMiddleware(app, in_flight), guard(app, s.access))
+    return NodeMiddleware(AccountMiddleware(app, in_flight), guard(app, s.access))
 
 
 def _routed(route: Route) -> ASGIApp:

@@ -10,8 +10,8 @@ from paramserver_node.app import FOR_HEAD
 from paramserver_node.conditions import Conditions
 from paramserver_node.queries import takes_query
 from paramserver_node.roles import role
+from paramserver_shard.accounts import account, counted
 from paramserver_shard.arrays import NPY_MEDIA, SMALLER, ArrayService, read_npy
-from paramserver_shard.inflight import account, counted
 from paramserver_shard.names import push_document
 from paramserver_shard.responses import ChunkedResponse
 from paramserver_shard.serving import Serving

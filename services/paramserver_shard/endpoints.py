@@ -23,10 +23,10 @@ from paramserver_node.conditions import idempotency_key
 from paramserver_node.middleware import omit_request_id
 from paramserver_node.race import while_there
 from paramserver_node.stream import BODY, TRANSFER_BYTES_MIN, BodyTransfer
+from paramserver_shard.accounts import account, counted
 from paramserver_shard.arriving import Arriving
 from paramserver_shard.buffers import SMALL_BYTES
 from paramserver_shard.frames import FrameBody, FrameService, push_reply
-from paramserver_shard.inflight import account, counted
 from paramserver_shard.names import NameService, after_push, push_document
 from paramserver_shard.receiving import Body, FrameReader
 from paramserver_shard.responses import check_of, messages, respond

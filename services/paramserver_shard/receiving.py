@@ -16,8 +16,8 @@ from paramserver.types import AnyArray
 from paramserver.wire.frame import PREFIX_BYTES, Header, decode_header, header_end
 from paramserver.wire.sink import pour
 from paramserver_node.stream import BODY, BodyTransfer
+from paramserver_shard.accounts import account
 from paramserver_shard.buffers import INLINE_BYTES_MAX, SMALL_BYTES, BufferPool, unavailable_if_full
-from paramserver_shard.inflight import account
 
 Ready = Callable[[Sequence[tuple[int, AnyArray]]], None]
 """Called with (index, bytes) of each part completed since the last call, in order."""

@@ -90,7 +90,8 @@ SHARD_DEAD_LISTED_S: Final = 3600.0
 
 # What one shard holds.
 QUEUED_REQUESTS_MAX: Final = 4096
-"""Pushes and pulls that wait in one shard (for a busy partition, a load or a version)."""
+"""Pushes and pulls that wait in one shard (for a busy partition, a load or a version); also the requests in flight in
+one shard, and those with a large body in one scheduler."""
 STAGED_BYTES_MAX: Final = 4 << 30
 """Bytes of staged and buffered gradients in one shard; and no more than half of its memory limit."""
 CLOCKS_AHEAD_MAX: Final = 4096
@@ -102,7 +103,7 @@ CONNECTIONS_MAX: Final = 16384
 CLIENT_CONNECTIONS_MAX: Final = CONNECTIONS_MAX // 2
 """Those of them from one address."""
 CLIENT_REQUESTS_MAX: Final = 1024
-"""Requests in flight in one shard per client address."""
+"""Those in flight in one shard, or with a large body in one scheduler, per client address."""
 RECEIVING_BYTES_MAX: Final = 2 << 30
 """Bytes of request bodies in flight in one shard, of what they unpack to, of answers by name, and of values collected
 from other shards; less if its memory is small, and half of that per client address."""

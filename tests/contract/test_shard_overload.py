@@ -24,7 +24,7 @@ from paramserver.limits import CLIENT_REQUESTS_MAX, MIB
 from paramserver.wire import http2
 from paramserver.wire.frame import MEDIA_TYPE, PullFrame, PullSpec, PushFrame, PushPart, encode_header
 from paramserver_node.in_flight import InFlight
-from paramserver_shard.inflight import MEMORY_SHARE, bytes_max
+from paramserver_shard.accounts import MEMORY_SHARE, bytes_max
 
 from .processes import Nodes, nodes, summing_model, unique
 

@@ -15,8 +15,8 @@ from paramserver.types import ModelKey
 from paramserver.wire.frame import MEDIA_TYPE, PushFrame, PushPart, encode_header
 from paramserver_node import problems
 from paramserver_node.in_flight import InFlight
+from paramserver_shard.accounts import AccountMiddleware
 from paramserver_shard.endpoints import Pull, Push, PushPull
-from paramserver_shard.inflight import InFlightMiddleware
 from paramserver_shard.names import after_push
 from paramserver_shard.telemetry import Telemetry
 from paramserver_shard.unsent import UnsentValues
@@ -65,7 +65,7 @@ class Shard:
         reader: Any = SimpleNamespace(read=self.read)
         app, asked, unsent = FastAPI(), Telemetry(time.monotonic, ()), UnsentValues(lambda *_: None, 1 << 30)
         problems.install(app)
-        app.add_middleware(InFlightMiddleware, in_flight=InFlight(1 << 30))
+        app.add_middleware(AccountMiddleware, in_flight=InFlight(1 << 30))
         for route, endpoint in (("/push", Push), ("/pushpull", PushPull), ("/pull", Pull)):
             here: Any = self
             app.router.routes.append(

@@ -1,4 +1,4 @@
-"""What a shard has in flight: bytes of bodies, of answers by name, and of values collected from other shards.
+"""The account of each request to a shard: bytes of its body, of an answer by name, of values from other shards.
 
 Those of bodies count until what is kept of them is counted elsewhere.  A request over a bound is refused before its
 body is read (one without a length, while it is read) or its answer is collected.
@@ -24,7 +24,7 @@ def bytes_max(memory_bytes: int) -> int:
     return min(RECEIVING_BYTES_MAX, memory_bytes // MEMORY_SHARE)
 
 
-class InFlightMiddleware:
+class AccountMiddleware:
     """ASGI middleware that opens an account for every request; endpoints get it with `account`."""
 
     def __init__(self, app: ASGIApp, in_flight: InFlight) -> None:
