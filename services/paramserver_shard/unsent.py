@@ -30,7 +30,7 @@ class _Held:
 
     def __init__(self, memory: Any) -> None:
         self.memory: Final = memory
-        self.answers: Counter[str] = Counter()
+        self.answers: dict[str, int] = {}  # not a Counter: there may be a thousand of these in an answer
         """How many answers have it, by client."""
         self.superseded_bytes = 0
         """Its size, once it has no present values."""
@@ -97,9 +97,10 @@ class UnsentValues:
         one = self._held.get(id(memory))
         if one is None:
             one = self._held[id(memory)] = _Held(memory)
-        if not one.answers[client]:
+        before = one.answers.get(client, 0)
+        if one.superseded_bytes and not before:
             self._of_client[client] += one.superseded_bytes
-        one.answers[client] += 1
+        one.answers[client] = before + 1
         return one
 
     def _count(self, one: _Held) -> None:
@@ -110,13 +111,14 @@ class UnsentValues:
                 self._of_client[client] += one.superseded_bytes
 
     def _release(self, one: _Held, client: str) -> None:
-        one.answers[client] -= 1
-        if one.answers[client]:
+        if one.answers[client] > 1:
+            one.answers[client] -= 1
             return
         del one.answers[client]
-        self._of_client[client] -= one.superseded_bytes
-        if not self._of_client[client]:
-            del self._of_client[client]
+        if one.superseded_bytes:
+            self._of_client[client] -= one.superseded_bytes
+            if not self._of_client[client]:
+                del self._of_client[client]
         if not one.answers:
             del self._held[id(one.memory)]
             self.superseded_bytes -= one.superseded_bytes
