@@ -22,7 +22,7 @@ import paramserver as ps
 from paramserver.errors import AuthError, InDoubt, PsError, Unreachable
 from paramserver.limits import MIB, REDIS_NEARLY_FULL
 from paramserver.net.calls import Request, json_bytes
-from paramserver.net.retry import to_result
+from paramserver.net.retry import result_of
 from paramserver_cli import launch, ports
 from paramserver_cli.config import Json, Url, cluster_at, connect, redis_url
 from paramserver_cli.display import columns, console, print_list
@@ -318,6 +318,6 @@ def _timed(client: ps.Client, request: Request) -> float:
     began_s = time.perf_counter()
     (outcome,) = client.transport.perform([request])
     took_s = time.perf_counter() - began_s
-    if isinstance(result := to_result(outcome, reads=True), PsError):
+    if isinstance(result := result_of(outcome, lambda response: response, reads=True), PsError):
         raise result
     return took_s

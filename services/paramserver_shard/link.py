@@ -9,7 +9,7 @@ from urllib.parse import urlencode
 
 from paramserver.errors import PsError, problem
 from paramserver.net.addresses import SCHEDULERS, named
-from paramserver.net.calls import Outcome, Request, Response, error_of, json_of, json_request
+from paramserver.net.calls import Outcome, Request, Response, error_of, json_or_none, json_request
 from paramserver.net.credentials import Credentials
 from paramserver.net.direct import AsyncDirectTransport
 from paramserver_shard.streaming_request import LINES, StreamingRequest
@@ -132,7 +132,7 @@ class SchedulerLink:
 def _with_source(url: str, response: Response) -> dict[str, Any]:
     """Return the answer, or raise the error it holds, with the scheduler's URL added."""
     try:
-        return {**(json_of(response) or {}), SOURCE_URL: url}
+        return {**(json_or_none(response) or {}), SOURCE_URL: url}
     except PsError as error:
         raise error.plus(**{SOURCE_URL: url}) from error
 

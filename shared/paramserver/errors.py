@@ -284,6 +284,11 @@ def combined(errors: Sequence[PsError], found: int = 0) -> PsError:
     return problem(code, detail, hint=errors[0].hint, errors=tuple(parts))
 
 
+def is_foreign(error: PsError) -> bool:
+    """Whether somebody else has answered in a node's place: it says nothing of what the cluster knows."""
+    return "foreign" in error.members
+
+
 TRY_AGAIN: Final = (408, 425, 429)
 """Statuses of refusals that are temporary: a proxy has not taken or not passed on the request."""
 _STANDARD = {
@@ -301,7 +306,7 @@ def from_document(doc: Mapping[str, Any]) -> PsError:
         status = status if isinstance(status, int) else 500
         if status in TRY_AGAIN or status >= 502:
             code = "unavailable"
-        elif 300 <= status < 500:
+        elif status < 500:
             code = {401: "unauthorized", 404: "not_found", 409: "conflict", 413: "too_large"}.get(status, "malformed")
         else:
             code = "internal"

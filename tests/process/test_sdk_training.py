@@ -19,9 +19,8 @@ from tests.waiting import eventually
 
 import paramserver as ps
 from paramserver.client import checkpointing
-from paramserver.errors import PsError
-from paramserver.net.calls import Outcome, Response
-from paramserver.net.retry import to_result
+from paramserver.net.calls import Outcome
+from paramserver.net.retry import result_of
 
 from .cluster import Cluster, get, ones
 
@@ -333,7 +332,7 @@ KILLED = """
 import os, signal, sys
 import paramserver as ps
 from paramserver.client import checkpointing
-checkpointing.to_result = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)
+checkpointing.result_of = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)
 ps.connect(sys.argv[1]).restore(sys.argv[2], as_=sys.argv[3])
 """
 """A restore that is killed once the first of the partitions are set."""
@@ -413,14 +412,14 @@ def test_what_a_dying_shard_loses_during_a_restore_is_set_again(
         model = client.create_model(of, {"w": np.ones(64, np.float32)}, consistency=mode, partitions=16)
         model.checkpoint(tmp_path / of)
 
-        def after_a_death(outcome: Outcome, *, reads: bool) -> Response | PsError:
+        def after_a_death(outcome: Outcome, read: Any, *, reads: bool) -> Any:
             monkeypatch.undo()
             before = tokens(copy)
             victims.append(own_cluster.kill("shards"))
             eventually(lambda: tokens(copy) not in (before, []), what="other owners")
-            return to_result(outcome, reads=reads)
+            return result_of(outcome, read, reads=reads)
 
-        monkeypatch.setattr(checkpointing, "to_result", after_a_death)
+        monkeypatch.setattr(checkpointing, "result_of", after_a_death)
         assert client.restore(tmp_path / of, as_=copy).pull()["w"].tolist() == [1.0] * 64
         return victims[0]
 

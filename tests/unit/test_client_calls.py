@@ -7,7 +7,17 @@ import pytest
 from tests.refusals import refused_with
 
 from paramserver.errors import InDoubt, NotFoundError, PsError, RequestError, Unavailable
-from paramserver.net.calls import Deadline, Request, Response, Sink, error_of, json_bytes, json_of, json_request
+from paramserver.net.calls import (
+    Deadline,
+    Request,
+    Response,
+    Sink,
+    error_of,
+    json_bytes,
+    json_of,
+    json_or_none,
+    json_request,
+)
 
 from .sharding import Now
 
@@ -92,7 +102,8 @@ def test_a_redirection_says_where_to() -> None:
 def test_a_refusal_is_what_its_status_says_whatever_the_document_holds() -> None:
     """A document of another service, with our members in other types, is an error of the answer's status."""
     body = (
-        b'{"code":"NoSuchKey","status":"error","errors":null,"retry_after_s":"soon","self":"/x","detail":"no such key"}'
+        b'{"code":"NoSuchKey","status":"error","errors":null,"retry_after_s":"soon","self":"/x","foreign":"x",'
+        b'"detail":"no such key"}'
     )
 
     error = error_of(answer(404, body))
@@ -120,8 +131,11 @@ def test_only_an_answer_of_success_has_a_value(status: int, raises: bool) -> Non
 
 
 def test_an_answer_without_a_body_has_no_value() -> None:
-    """The value of a 2xx answer without a body is None; one whose body is not JSON comes from somebody else."""
-    assert json_of(answer(204)) is None
+    """A 204 has no value where it may come; elsewhere it is somebody else's answer, as is any body that is not JSON."""
+    assert json_or_none(answer(204)) is None
+    for read, status in ((json_of, 204), (json_or_none, 200)):
+        with pytest.raises(PsError, match=f"HTTP {status}"):
+            read(answer(status))
     with pytest.raises(PsError) as raised:
         json_of(answer(200, b"<html>" + b"x" * 100))
     assert raised.value.detail == f"http://n:1: HTTP 200: {'<html>' + 'x' * 74!r}"

@@ -16,12 +16,17 @@ from paramserver.client.control import Creation
 from paramserver.core.spec import ModelSpec
 from paramserver.errors import problem
 from paramserver.net.calls import Deadline, Outcome, Request, Response
+from paramserver.wire.frame import MEDIA_TYPE, PushReply, encode_header
 
 from .session_node import deadline
 from .sharding import Now, Shards, answered, drive, result
+from .strangers import REPLACED
 
 RESTORED = "/internal/models/m/restored"
 SET = "/internal/set/m"
+SET_ANSWER = Response(
+    200, {"content-type": MEDIA_TYPE}, encode_header(PushReply("applied", False, 0, 0, 7, 0, [(0, 1, 9, 0)]))
+)
 
 
 def restored(
@@ -41,11 +46,29 @@ def restored(
             return shards(request)
         changes.append(request.path)
         if request.path == SET:
-            return Response(200, {}, b"")
+            return SET_ANSWER
         full = changes.count(RESTORED) == limit
         return problem("too_large", "full") if full else Response(200, {}, json.dumps(shards.document()).encode())
 
     drive(restore(cluster, str(folder / "c"), None, None, deadline(), Creation(), exist_ok=True), answer)
+
+
+@pytest.mark.parametrize("answer", REPLACED)
+def test_a_partition_whose_answer_was_replaced_is_set_again(
+    cluster: Cluster, shards: Shards, tmp_path: Path, answer: Response
+) -> None:
+    """A restore takes nobody's word but a shard's for it that a partition is set."""
+    checkpoint.write(tmp_path / "c", shards.spec, {"w": np.zeros((10, 5)), "b": np.zeros(14)}, {}, {}, [1] * 4, {}, {})
+    replaced, sets = [answer], list[str | None]()
+
+    def between(request: Request) -> Outcome:
+        if request.path == SET:
+            sets.append(request.to)
+            return replaced.pop() if replaced else SET_ANSWER
+        return shards(Request("GET", "/models/m") if request.path == RESTORED else request)
+
+    drive(restore(cluster, str(tmp_path / "c"), None, None, deadline(), Creation(), exist_ok=True), between, Now())
+    assert len(sets) == 5
 
 
 def test_the_workers_states_are_brought_before_the_values(cluster: Cluster, shards: Shards, tmp_path: Path) -> None:
@@ -67,7 +90,7 @@ def test_a_restore_that_a_death_undoes_before_its_end_is_told_sets_again(
         nonlocal sets
         if request.path == SET:
             sets += 1
-            return Response(200, {}, b"")
+            return SET_ANSWER
         if request.path == RESTORED:
             assert request.body is not None
             told.append(json.loads(bytes(request.body))["given"])

@@ -11,7 +11,7 @@ from paramserver.client.checkpointing import save
 from paramserver.client.cluster import Cluster
 from paramserver.client.control import save_checkpoint
 from paramserver.core.spec import ConsistencySpec
-from paramserver.errors import InDoubt, problem
+from paramserver.errors import InDoubt, PsError, problem
 from paramserver.net.calls import Outcome, Request, Response
 from paramserver.wire.frame import encode_header
 from paramserver.wire.state import StateFrame
@@ -70,6 +70,20 @@ def test_a_checkpoint_is_of_one_creation_of_the_model(cluster: Cluster, shards: 
     with refused_with("model_replaced"):
         drive(save(cluster, "m", str(tmp_path / "c"), deadline(), overwrite=False), answer)
     assert all("generation=7" in path for path in asked)
+
+
+def test_a_page_is_no_partition(cluster: Cluster, shards: Shards, tmp_path: Path) -> None:
+    """A save fails if somebody else answers for a partition, and says what they answered."""
+
+    def answer(request: Request) -> Outcome:
+        page = Response(200, {"content-type": "text/html"}, b"<html>Sorry</html>")
+        return page if request.path.startswith("/internal/state/m/1") else shards_of(request)
+
+    def shards_of(request: Request) -> Outcome:
+        return state_of(shards, index_of(request), clock=7) if "/state/" in request.path else shards(request)
+
+    with pytest.raises(PsError, match="HTTP 200: '<html>Sorry"):
+        drive(save(cluster, "m", str(tmp_path / "c"), deadline(), overwrite=False), answer)
 
 
 def test_values_are_read_again_if_sync_ends_meanwhile(cluster: Cluster, shards: Shards, tmp_path: Path) -> None:

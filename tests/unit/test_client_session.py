@@ -298,7 +298,7 @@ def test_a_rank_that_was_taken_meanwhile_is_let_go() -> None:
     """A worker that joins again gives up its rank if another worker has taken it meanwhile."""
     node, session = joined()
     node.script[BEAT] = [no("fenced")]
-    node.script["/models/m/workers"] = [no("conflict")]
+    node.script["/models/m/workers"] = [no("conflict", where="rank")]
 
     drive(session.beat(deadline()), node)
 

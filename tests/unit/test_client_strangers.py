@@ -1,5 +1,6 @@
 """Somebody between client and node answers in the node's place; without I/O."""
 
+import numpy as np
 import pytest
 from tests.refusals import refused_with
 
@@ -9,19 +10,10 @@ from paramserver.client.iterations import Iterations
 from paramserver.errors import InDoubt, PsError, problem
 from paramserver.net.addresses import Addresses
 from paramserver.net.calls import Deadline, Outcome, Request, Response, error_of
-from paramserver.wire.frame import MEDIA_TYPE
 
-from .session_node import BEAT, GRAD, Node, deadline, joined, no, opened
+from .session_node import BEAT, GRAD, Node, deadline, joined, no, ok, opened
 from .sharding import Now, Shards, drive, grads, refusal, terms
-
-HTML = {"content-type": "text/html"}
-PAGE = b"<html>Sorry</html>"
-REPLACED = [
-    pytest.param(Response(200, {"content-type": MEDIA_TYPE}), id="no body"),
-    pytest.param(Response(200, HTML, PAGE), id="a page"),
-    pytest.param(Response(500, HTML, PAGE), id="a failure of its own"),
-]
-"""Answers to a request that may have been passed on."""
+from .strangers import HTML, PAGE, REPLACED
 
 
 @pytest.mark.parametrize("answer", REPLACED)
@@ -59,7 +51,7 @@ def test_a_page_that_refuses_a_push_is_no_doubt(status: int) -> None:
     assert node.epoch == 1
 
 
-@pytest.mark.parametrize("status", [200, 201, 500])
+@pytest.mark.parametrize("status", [200, 201, 204, 500])
 def test_a_join_whose_answer_was_replaced_is_repeated(status: int) -> None:
     """A worker whose join may have been passed on joins again under the same name of the attempt."""
     node = Node()
@@ -81,6 +73,71 @@ def test_a_report_whose_answer_was_replaced_is_repeated(answer: Response) -> Non
     node.script[BEAT] = [answer]
     drive(session.beat(deadline()), node)
     assert len(node.bodies("/models/m/clock")) == 2
+
+
+def assigned(shards: Shards, answers: list[Response], now: Now) -> int:
+    """Assign a parameter, to a node whose first answers are these; return how many requests that took."""
+    cluster, sent = Cluster(("http://given:1",)), list[str]()
+
+    def node(request: Request) -> Outcome:
+        if request.method != "PUT":
+            return shards(request)
+        sent.append(request.path)
+        return answers.pop(0) if answers else ok({"state": "applied"})
+
+    drive(control.assign(cluster, "m", {"b": np.zeros(14)}, Deadline.after(5.0, now)), node, now)
+    return len(sent)
+
+
+@pytest.mark.parametrize("answer", REPLACED)
+def test_values_whose_answer_was_replaced_are_sent_again(shards: Shards, answer: Response) -> None:
+    """An assignment takes nobody's word but a node's for it that it is done; at the deadline it is in doubt."""
+    assert assigned(shards, [answer], Now()) == 2
+    with pytest.raises(InDoubt, match=f"HTTP {answer.status}"):
+        assigned(shards, [answer] * 1000, Now())
+
+
+def test_values_that_a_stranger_refuses_after_an_attempt_in_doubt_are_in_doubt(shards: Shards) -> None:
+    """A page that says 403 does not say that what an earlier attempt was to assign is not there."""
+    with pytest.raises(InDoubt, match=r"no answer from a node: .*HTTP 403"):
+        assigned(shards, [Response(504, HTML, PAGE), Response(403, HTML, PAGE)], Now())
+    with pytest.raises(PsError, match="HTTP 403") as e:
+        assigned(shards, [Response(403, HTML, PAGE)], Now())
+    assert e.value.code == "malformed"
+
+
+@pytest.mark.parametrize("status", [201, 202, 204])
+def test_a_success_that_no_node_sends_brings_no_values(shards: Shards, now: Now, cluster: Cluster, status: int) -> None:
+    """Values come with a 200 only: any other success in its place fails a pull, and leaves a pushpull in doubt."""
+    shards.wrong_once("/pull", Response(status, {}))
+    with pytest.raises(PsError, match=f"HTTP {status}"):
+        drive(transfer.pull(cluster, "m", Deadline.after(30, now)), shards, now)
+    shards.wrong_once("/pushpull", Response(status, {}))
+    pushed, _ = drive(transfer.pushpull(cluster, "m", Deadline.after(30, now), grads(), terms()), shards, now)
+    assert pushed.state == "applied"
+    assert [path for _, path in shards.log].count("/pushpull") == 3
+
+
+@pytest.mark.parametrize("status", [302, 403])
+def test_metrics_outlast_a_page_in_place_of_the_scheduler(status: int) -> None:
+    """Reported metrics that a page refuses wait for the next heartbeat."""
+    node, session = joined()
+    session.reports.note(session.timeline, 0, {"loss": 1.0})
+    node.script["/models/m/metrics"] = [Response(status, HTML, PAGE)]
+    with pytest.raises(PsError, match=f"HTTP {status}"):
+        drive(session.report({"accuracy": 0.5}, deadline()), node)
+    drive(session.beat(deadline()), node)
+    assert node.bodies(BEAT)[-1]["metrics"] == [[0, {"loss": 1.0}]]
+
+
+def test_a_page_does_not_cost_a_worker_its_rank() -> None:
+    """A worker that joins again gives up its rank for the scheduler's refusal only, not for anybody's 409."""
+    node, session = joined()
+    node.script[BEAT] = [no("fenced")]
+    node.script["/models/m/workers"] = [Response(409, HTML, PAGE)]
+    with pytest.raises(PsError, match="HTTP 409"):
+        drive(session.beat(deadline()), node)
+    assert len(node.bodies("/models/m/workers")) == 2
 
 
 def test_what_a_stranger_refuses_after_an_attempt_in_doubt_is_in_doubt() -> None:
@@ -117,7 +174,7 @@ def test_a_url_whose_proxy_lost_its_node_is_not_asked_first() -> None:
 def test_a_join_that_is_refused_without_its_rank_leaves_no_doubt(second: PsError) -> None:
     """If another worker has the rank, and the join without it is refused, a higher epoch is somebody else's."""
     node, session = joined()
-    node.script["/models/m/workers"] = [no("conflict"), no(second.code)]
+    node.script["/models/m/workers"] = [no("conflict", where="rank"), no(second.code)]
     node.script[BEAT] = [no("fenced", epoch=1)]
     with pytest.raises(PsError, match="refused"):
         drive(session.beat(deadline()), node)

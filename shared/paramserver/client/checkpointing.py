@@ -1,23 +1,26 @@
 """Checkpoints on the caller's own disk: the partitions of all owners saved to one folder, and restored from it."""
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import numpy as np
 
 from paramserver.client.cluster import Cluster, ModelMap, model_path
 from paramserver.client.control import Creation, listed
+from paramserver.client.frames import push_reply
 from paramserver.core.layout import Layout
 from paramserver.core.optimizer import slot_names
 from paramserver.core.partition_state import PartitionState
 from paramserver.errors import ConflictError, NotFoundError, PsError, StaleMapError, problem
-from paramserver.net.calls import ATTEMPT_S, Call, Deadline, Pause, Request, Response, json_request
-from paramserver.net.retry import Backoff, deliver_json, is_temporary, to_result
+from paramserver.net.calls import ATTEMPT_S, Call, Deadline, Pause, Request, Response, foreign, json_request
+from paramserver.net.retry import Backoff, deliver_json, is_temporary, result_of
 from paramserver.wire.frame import FRAME_HEADERS, MEDIA_TYPE, decode_header, encode_header
 from paramserver.wire.state import StateFrame, restore_frame, taken_out
 
 if TYPE_CHECKING:
     from paramserver.checkpoint import Checkpoint
+
+T = TypeVar("T")
 
 AT_ONCE: Final = 8
 """Partitions fetched or set in one round of concurrent requests."""
@@ -144,7 +147,7 @@ def _set_all(cluster: Cluster, model_map: ModelMap, found: "Checkpoint", deadlin
         return _set_request(cluster, at, i, states[i], names, least[i], deadline)
 
     while True:  # again, for what the death of a shard has undone meanwhile
-        _, model_map = yield from _from_owners(cluster, model_map, pending, request_of, backoff, deadline)
+        _, model_map = yield from _from_owners(cluster, model_map, pending, request_of, push_reply, backoff, deadline)
         model_map = yield from _fresh_map(cluster, model_map, deadline)
         pending = [i for i in sent if sent[i] != _token(model_map, i)]
         if pending:
@@ -192,12 +195,18 @@ def _states(
         return Request("GET", f"{path}{query}", headers={"accept": MEDIA_TYPE}, to=to, timeout_s=timeout_s)
 
     indices = range(model_map.spec.partitions)
-    found, _ = yield from _from_owners(cluster, model_map, indices, request_of, Backoff(deadline), deadline)
-    out: list[tuple[StateFrame, PartitionState]] = []
-    for i in indices:
-        frame, offset = decode_header(found[i].body, StateFrame)
-        out.append((frame, frame.read(memoryview(found[i].body)[offset:])))
-    return out
+    backoff = Backoff(deadline, reads=True)
+    found, _ = yield from _from_owners(cluster, model_map, indices, request_of, _state, backoff, deadline)
+    return [found[i] for i in indices]
+
+
+def _state(response: Response) -> tuple[StateFrame, PartitionState]:
+    """Return the partition's state in a 2xx response; raises PsError if it is something else."""
+    try:
+        frame, offset = decode_header(response.body, StateFrame)
+        return frame, frame.read(memoryview(response.body)[offset:])
+    except PsError as e:
+        raise foreign(response) from e
 
 
 def _from_owners(
@@ -205,25 +214,29 @@ def _from_owners(
     model_map: ModelMap,
     indices: Sequence[int],
     request_of: Callable[[ModelMap, int], Request],
+    read: Callable[[Response], T],
     backoff: Backoff,
     deadline: Deadline,
-) -> Call[tuple[dict[int, Response], ModelMap]]:
-    """Send each of these partitions' requests to its owner; return their good responses, and the map to use then."""
-    found: dict[int, Response] = {}
+) -> Call[tuple[dict[int, T], ModelMap]]:
+    """Send each of these partitions' requests to its owner.
+
+    Return what `read` makes of their 2xx responses, and the map to use then.
+    """
+    found: dict[int, T] = {}
     pending = list(indices)
     while pending:
         now, again = pending[:AT_ONCE], list[int]()
         failure: PsError | None = None
         outcomes = yield [request_of(model_map, i) for i in now]
         for i, outcome in zip(now, outcomes, strict=True):
-            result = to_result(outcome, reads=backoff.reads)
-            if isinstance(result, Response):
+            result = result_of(outcome, read, reads=backoff.reads)
+            if not isinstance(result, PsError):
                 found[i] = result
             elif isinstance(result, StaleMapError) or is_temporary(result):
                 again.append(i)
                 failure = result
             else:
-                raise result
+                raise backoff.refusal(result)
         if failure is not None:
             yield backoff.pause(failure)
             model_map = yield from _fresh_map(cluster, model_map, deadline)

@@ -264,6 +264,12 @@ def push_reply(response: Response) -> PushReply:
     raise foreign(response)
 
 
+def in_sink(response: Response) -> None:
+    """Read nothing of a 2xx response whose body is in a sink; raises PsError unless it is 200: sinks take no other."""
+    if response.status != 200:
+        raise foreign(response)
+
+
 def leased_by(reply: PushReply | PullReply | None, to: str | None, layout: Layout) -> Leased | None:
     """Return the lease (whole partitions, float32) that came with an answer of the shard at `to`, if any."""
     if reply is None or reply.lease is None or to is None or len(reply.lease[1]) != len(reply.parts):

@@ -28,9 +28,9 @@ from paramserver.client.reports import Reports, document, numbers_of, refused, s
 from paramserver.client.tasks import Holding
 from paramserver.client.transfer import ANSWER_S
 from paramserver.client.turns import Held, Turn
-from paramserver.errors import AuthError, PsError, RequestError, problem
+from paramserver.errors import AuthError, PsError, RequestError, is_foreign, problem
 from paramserver.net.calls import ATTEMPT_S, Call, Clock, Deadline, Pause, Request, json_request
-from paramserver.net.retry import Backoff, deliver_json, is_foreign
+from paramserver.net.retry import Backoff, deliver_json
 
 log = logging.getLogger("paramserver")
 
@@ -119,7 +119,7 @@ class Membership:
             try:
                 doc = yield from deliver_json(_request("POST", path, body), deadline, backoff)
             except PsError as e:
-                if not self.joined or e.code != "conflict" or "rank" not in body:
+                if not self.joined or e.members.get("where") != "rank" or "rank" not in body:
                     raise
                 del body["rank"]  # another worker has taken it meanwhile
                 doc = yield from deliver_json(_request("POST", path, body), deadline, backoff)
@@ -236,7 +236,7 @@ class Membership:
                 doc = yield from deliver_json(_request("PUT", self._path(), {**body, **fields}), deadline)
                 break
             except PsError as e:
-                if not fields or not refused(e) or is_foreign(e):
+                if not fields or not refused(e):
                     raise
                 where = str(e.members.get("where", "")).partition(".")[0]
                 part = where if where in fields else next(iter(fields))

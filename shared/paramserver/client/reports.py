@@ -13,7 +13,7 @@ from typing import Any, Final, TypeAlias
 from paramserver.client.cluster import model_path
 from paramserver.core.scheduler.documents import check_document
 from paramserver.core.scheduler.series import check_metrics, in_json
-from paramserver.errors import ConflictError, NotFoundError, PsError, RequestError, problem
+from paramserver.errors import ConflictError, NotFoundError, PsError, RequestError, is_foreign, problem
 from paramserver.net.calls import ATTEMPT_S, Call, Deadline, json_bytes, json_request
 from paramserver.net.retry import deliver_json
 
@@ -118,8 +118,9 @@ class Reports:
 
 
 def refused(error: PsError) -> bool:
-    """Whether the content of the request was refused, as opposed to its target (404) or its timing (409)."""
-    return isinstance(error, RequestError) and not isinstance(error, NotFoundError | ConflictError)
+    """Whether a node has refused the content of the request, as opposed to its target (404) or its timing (409)."""
+    of_content = isinstance(error, RequestError) and not isinstance(error, NotFoundError | ConflictError)
+    return of_content and not is_foreign(error)
 
 
 def numbers_of(metrics: Mapping[str, Any]) -> dict[str, float]:

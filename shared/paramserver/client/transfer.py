@@ -13,6 +13,7 @@ from paramserver.client.frames import (
     OwnBase,
     PullTerms,
     PushTerms,
+    in_sink,
     leased_by,
     pull_request,
     push_reply,
@@ -27,7 +28,6 @@ from paramserver.core.fields import NUMBER_MAX, whole_number
 from paramserver.core.selection import Names, Ranges, Selection, listed, select
 from paramserver.errors import PsError, problem
 from paramserver.net.calls import POLL_S, Call, Deadline, Pause, plain, seconds
-from paramserver.net.retry import as_it_is
 from paramserver.types import LEVELS, DType, DTypeLike
 from paramserver.wire.frame import PushReply
 
@@ -98,7 +98,7 @@ def pull(
                 deadline.bound(pull_request(transfer.model_map, to, parts, terms, left_s, sink, cluster.same_host))
                 for (to, parts), sink in zip(groups, sinks, strict=True)
             ]
-            good, failed = good_and_failed(groups, (yield requests), as_it_is, reads=True)
+            good, failed = good_and_failed(groups, (yield requests), in_sink, reads=True)
             try:
                 pending = yield from transfer.again(failed, waiting)
             except PsError as e:
@@ -266,7 +266,7 @@ def exchange(
                 groups, waiting = transfer.groups(pending)
                 sinks = arrivals.sinks(groups)
                 outcomes = yield from transfer.sent(groups, dtype, sinks, more=bool(waiting))
-                good, failed = good_and_failed(groups, outcomes, as_it_is, reads=False)
+                good, failed = good_and_failed(groups, outcomes, in_sink, reads=False)
                 for i, _ in good:
                     _, parts = groups[i]
                     done = arrivals.read(sinks[i]).push

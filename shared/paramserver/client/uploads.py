@@ -8,11 +8,11 @@ import numpy as np
 
 from paramserver.client.cluster import Cluster, ModelMap, model_path
 from paramserver.core.selection import select
-from paramserver.errors import PsError
+from paramserver.errors import PsError, is_foreign
 from paramserver.limits import PARTITION_BYTES_MAX
-from paramserver.net.calls import Call, Deadline, Request, Response
+from paramserver.net.calls import Call, Deadline, Request, json_of
 from paramserver.net.idle import KEPT_MAX
-from paramserver.net.retry import Backoff, is_temporary, to_result, together
+from paramserver.net.retry import Backoff, is_temporary, may_be_done, result_of, together
 from paramserver.types import AnyArray
 
 NPY: Final = "application/x-npy"
@@ -61,12 +61,13 @@ def put_values(
             requests.append(deadline.bound(_put_request(model_map.name, piece, pending[piece], to, token)))
         tried.update(pieces)
         outcomes = yield requests
-        results = [(p, to_result(outcome, reads=False)) for p, outcome in zip(pieces, outcomes, strict=True)]
+        results = [(p, result_of(outcome, json_of, reads=False)) for p, outcome in zip(pieces, outcomes, strict=True)]
         failures = [(piece, result) for piece, result in results if isinstance(result, PsError)]
         if refusals := [_named(piece.name, error) for piece, error in failures if not is_temporary(error)]:
-            raise together(refusals)
+            backoff.in_doubt |= any(may_be_done(error) for _, error in failures)
+            raise backoff.refusal(together(sorted(refusals, key=is_foreign)))
         for piece, result in results:
-            if isinstance(result, Response):
+            if not isinstance(result, PsError):
                 del pending[piece]
         if failures:
             try:

@@ -197,15 +197,18 @@ def _plain(value: Any) -> Any:
 
 
 def json_of(response: Response) -> Any:
-    """Return the JSON value of a 2xx response, None for 204; raise the error of any other."""
+    """Return the JSON value of a 2xx response; raise the error of any other."""
     if not 200 <= response.status < 300:
         raise error_of(response)
-    if response.status == 204:
-        return None
     try:
         return json.loads(response.body)
     except ValueError:
         raise foreign(response) from None
+
+
+def json_or_none(response: Response) -> Any:
+    """Like `json_of` for a request whose answer may be 204, for which it returns None."""
+    return None if response.status == 204 else json_of(response)
 
 
 def error_of(response: Response) -> PsError:
@@ -215,6 +218,8 @@ def error_of(response: Response) -> PsError:
         doc = json.loads(response.body) if response.body else {}
     except ValueError:
         doc = {}
+    if isinstance(doc, dict) and type(doc.get("foreign")) is not int:  # another service's member of that name
+        doc.pop("foreign", None)
     lost = is_gateway_failure(response)
     if lost or not isinstance(doc, dict) or not isinstance(doc.get("code"), str):
         if response.status < 500 and response.status not in TRY_AGAIN:

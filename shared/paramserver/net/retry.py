@@ -12,8 +12,19 @@ from typing import Any, Final, TypeVar
 
 from msgspec.structs import replace
 
-from paramserver.errors import InDoubt, PsError, StaleMapError, Unavailable, Unreachable, problem
-from paramserver.net.calls import Call, Deadline, Outcome, Pause, Request, Response, TakenTooSlowly, error_of, json_of
+from paramserver.errors import InDoubt, PsError, StaleMapError, Unavailable, Unreachable, is_foreign, problem
+from paramserver.net.calls import (
+    Call,
+    Deadline,
+    Outcome,
+    Pause,
+    Request,
+    Response,
+    TakenTooSlowly,
+    error_of,
+    json_of,
+    json_or_none,
+)
 
 T = TypeVar("T")
 
@@ -92,6 +103,12 @@ class Backoff:
             return problem("in_doubt", f"no answer in time: {error.detail}", hint=LOOK_FIRST)
         return error
 
+    def refusal(self, error: PsError) -> PsError:
+        """Return the error for a refusal: InDoubt if a stranger refuses what an earlier attempt may have done."""
+        if is_foreign(error) and self.in_doubt and not self.reads:
+            return problem("in_doubt", f"no answer from a node: {error.detail}", hint=LOOK_FIRST)
+        return error
+
     def _with_time_spent(self, error: PsError) -> PsError:
         """Return the error of silence with the time that was spent before, if that was most of the call's timeout.
 
@@ -160,11 +177,6 @@ def doubted(error: PsError) -> PsError:
     return problem("in_doubt", error.detail, hint=error.hint) if passed_on else error
 
 
-def is_foreign(error: PsError) -> bool:
-    """Whether somebody else has answered in a node's place: it says nothing of what the cluster knows."""
-    return "foreign" in error.members
-
-
 def result_of(outcome: Outcome, read: Callable[[Response], T], *, reads: bool) -> T | PsError:
     """Return what `read` makes of a 2xx response, and the error of anything else; `reads`: it changes nothing."""
     try:
@@ -177,21 +189,10 @@ def result_of(outcome: Outcome, read: Callable[[Response], T], *, reads: bool) -
         return error if reads else doubted(error)
 
 
-def to_result(outcome: Outcome, *, reads: bool) -> Response | PsError:
-    """Return a 2xx response as it is, and the error of anything else; `reads`: the request changes nothing."""
-    return result_of(outcome, as_it_is, reads=reads)
-
-
-def as_it_is(response: Response) -> Response:
-    """Read nothing of a response: its body went into a sink, or its caller reads it."""
-    return response
-
-
 def deliver(request: Request, deadline: Deadline, backoff: Backoff | None, read: Callable[[Response], T]) -> Call[T]:
     """Send a request, retrying temporary failures, and return what `read` makes of its 2xx response.
 
-    Raises the PsError of a refusal; that of `Backoff.final` at the deadline, or if a stranger refuses what an earlier
-    attempt may have done.
+    Raises the PsError of a refusal (see `Backoff.refusal`); that of `Backoff.final` at the deadline.
     """
     backoff = backoff or Backoff(deadline, reads=request.method == "GET")
     while True:
@@ -201,10 +202,10 @@ def deliver(request: Request, deadline: Deadline, backoff: Backoff | None, read:
         if not isinstance(result, PsError):
             return result
         if not is_temporary(result):
-            raise backoff.final(result) if is_foreign(result) else result
+            raise backoff.refusal(result)
         yield backoff.pause(result)
 
 
 def deliver_json(request: Request, deadline: Deadline, backoff: Backoff | None = None) -> Call[Any]:
-    """Like `deliver`, and return the JSON value of the answer; None if that is 204."""
-    return (yield from deliver(request, deadline, backoff, json_of))
+    """Like `deliver`, and return the JSON value of the answer; None if that is the 204 of a DELETE."""
+    return (yield from deliver(request, deadline, backoff, json_or_none if request.method == "DELETE" else json_of))
