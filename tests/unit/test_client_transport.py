@@ -60,6 +60,8 @@ class Handler(BaseHTTPRequestHandler):
             self.answer(410, b"it is gone", Where="elsewhere")
         elif self.path == "/page/livez":
             self.answer(404, b'{"code":"not_found"}', **{"content-type": "application/problem+json"})
+        elif self.path == "/catch-all/livez":
+            self.answer(200, b"<html>Welcome</html>", **{"content-type": "text/html"})
         elif self.path == "/elsewhere":
             self.answer(307, b"", location="/livez")
         else:
@@ -225,6 +227,30 @@ def test_the_url_of_a_page_is_no_cluster(node: Node) -> None:
     with pytest.raises(ps.RequestError, match=f"'{node.url}/page' is not the URL of a cluster") as refused:
         ps.connect(f"{node.url}/page")
     assert refused.value.hint == f"without its path: {node.url}"
+
+
+def test_a_page_for_every_path_is_no_cluster(node: Node) -> None:
+    """`connect` refuses a URL that answers with a page what a node answers in JSON."""
+    with pytest.raises(ps.RequestError, match="Welcome") as refused:
+        ps.connect(f"{node.url}/catch-all")
+    assert (refused.value.code, refused.value.members["foreign"]) == ("malformed", 200)
+
+
+@pytest.mark.parametrize("page_first", [True, False])
+def test_a_node_is_believed_before_a_stranger(page_first: bool) -> None:
+    """Of two URLs, one at a node that knows no leader and one at a page, the node's answer is the outcome."""
+    waits = Response(503, {"content-type": "application/problem+json"}, b'{"code":"no_leader"}')
+    answers, urls, now = [waits, Response(404, {}, b"<html>")], ["http://a:1", "http://b:1"], Now()
+    protocols = Protocols(now)
+    for url in urls:
+        protocols.learn(url, Response(200, {}), in_time=True)
+    sending = _to_given(Addresses(urls), protocols, Request("GET", "/models/m"))
+    next(sending)
+    first, second = reversed(answers) if page_first else answers
+    sending.send(first)
+    with pytest.raises(StopIteration) as done:
+        sending.send(second)
+    assert done.value.value is waits
 
 
 def test_a_closed_transport_has_hung_up_on_shards() -> None:

@@ -65,9 +65,9 @@ def ctrl_c() -> None:
 
 
 def answering(connected: socket.socket) -> None:
-    """Answer every request, which must have no body, with 200."""
+    """Answer every request, which must have no body, with 200 and an empty object."""
     while connected.recv(65536):
-        connected.sendall(b"HTTP/1.1 200 OK\r\ncontent-length: 0\r\n\r\n")
+        connected.sendall(b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\n{}")
 
 
 def statuses(transport: BlockingTransport, *requests: Request) -> list[int]:

@@ -78,7 +78,7 @@ class Addresses:
         lost = is_gateway_failure(outcome) if isinstance(outcome, Response) else isinstance(outcome, silent)
         if isinstance(outcome, Response):
             self._learn(url, outcome.headers.get(SCHEDULERS, ""))
-            if (_knows_no_leader(outcome) or _is_refused_by_others(outcome)) and not lost:
+            if (_knows_no_leader(outcome) or is_refused_by_others(outcome)) and not lost:
                 return True
         elif isinstance(outcome, Unavailable) and not lost:
             return True
@@ -111,7 +111,7 @@ def _knows_no_leader(response: Response) -> bool:
     return not _is_problem(response) or b'"no_leader"' in response.body or b'"unavailable"' in response.body
 
 
-def _is_refused_by_others(response: Response) -> bool:
+def is_refused_by_others(response: Response) -> bool:
     """Whether this is a refusal or redirection that no node has sent: the proxy of this URL has lost its way to one."""
     return 300 <= response.status < 500 and response.status != 304 and not _is_problem(response)
 

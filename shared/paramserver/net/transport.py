@@ -15,8 +15,8 @@ from urllib.parse import urlsplit
 from msgspec.structs import replace
 
 from paramserver.errors import InDoubt, PsError, Unreachable, problem
-from paramserver.net.addresses import Addresses
-from paramserver.net.calls import Call, Deadline, Outcome, Pause, Request, Response, foreign
+from paramserver.net.addresses import Addresses, is_refused_by_others
+from paramserver.net.calls import Call, Deadline, Outcome, Pause, Request, Response, foreign, json_of
 from paramserver.net.concurrent_requests import ConcurrentRequests, Helpers, Interruptible, using_memory
 from paramserver.net.credentials import Credentials
 from paramserver.net.direct import AsyncDirectTransport, DirectTransport, NotHttp2, unreachable
@@ -86,7 +86,7 @@ def _to_given(addresses: Addresses, protocols: Protocols, request: Request) -> S
     """Send a request to one of the URLs that the client was given, the next one if that fails.
 
     Its timeout is that of all attempts; none may take more of it to connect than would leave as much to each URL after
-    it.  Of several that fail, one that answered says more than one that could not be reached.
+    it.  Of several that fail, a node's answer says more than a stranger's, and that more than silence.
     """
     outcome: Outcome = problem("unreachable", "no URL given")
     deadline, urls = Deadline.after(request.timeout_s, protocols.clock), addresses.order()
@@ -94,11 +94,18 @@ def _to_given(addresses: Addresses, protocols: Protocols, request: Request) -> S
         if tried and not deadline.left_s():
             break
         found = yield from _in_its_protocol(protocols, request, url, deadline, len(urls) - tried)
-        if not (isinstance(outcome, Response) and isinstance(found, Unreachable)):
+        if _says(found) >= _says(outcome):
             outcome = found
         if not addresses.record(url, found):
             break
     return outcome
+
+
+def _says(outcome: Outcome) -> int:
+    """How much an outcome says of the cluster: nothing if nobody was reached, little if only a stranger was."""
+    if isinstance(outcome, Unreachable):
+        return 0
+    return 1 if isinstance(outcome, Response) and is_refused_by_others(outcome) else 2
 
 
 def _in_its_protocol(protocols: Protocols, request: Request, url: str, deadline: Deadline, left: int) -> Sending:
@@ -282,7 +289,7 @@ def check(transport: BlockingTransport, urls: Sequence[str], timeout_s: float) -
     """Raise Unreachable, with a readable reason, unless one of the URLs answers at all.
 
     Raises RequestError (`malformed`) if a node answers that has no such path: the URL names more than a cluster.  So it
-    does for a redirection, which no node sends: requests would not be redirected.
+    does for a redirection, which no node sends, as requests would not be redirected; and for a page in place of JSON.
     """
     for _ in urls:  # after a timeout, the next attempt begins with another URL
         (outcome,) = transport.perform([Request("GET", "/livez", timeout_s=timeout_s)])
@@ -296,6 +303,8 @@ def check(transport: BlockingTransport, urls: Sequence[str], timeout_s: float) -
         raise unreachable(urls[0], outcome.detail)
     if isinstance(outcome, PsError):
         raise outcome
+    if 200 <= outcome.status < 300:
+        json_of(outcome)
     if 300 <= outcome.status < 400:
         raise foreign(outcome)
     if outcome.status == 404 and outcome.headers.get("content-type", "").startswith("application/problem+json"):
