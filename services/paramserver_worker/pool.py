@@ -25,6 +25,7 @@ from paramserver.errors import (
     NotFoundError,
     PsError,
     Unavailable,
+    is_foreign,
     problem,
 )
 from paramserver_node.unwind import Terminated, own_handlers
@@ -85,27 +86,35 @@ class PoolMember:
                 log.info("pool.back member=%s", self._member)
             self._unreachable = False
             return answer
-        except (ConflictError, NotFoundError) as e:
-            doubtful = time.monotonic() < self._join_in_doubt_until
-            if int(e.members.get("epoch") or 0) > self._epoch and not doubtful:
-                # Two that replaced each other in turn would look like a process that dies at its place each time.
-                raise problem(
-                    "fenced",
-                    f"another process has joined the pool as '{self._name}' and replaces this one",
-                    hint="give each worker a unique name, or no name",
-                ) from e
-            self._join_in_doubt_until = 0.0
-            log.warning("pool.lost member=%s reason=%s: joining again", self._member, e.code)
-            self._epoch = 0
-        except AuthError:
-            raise  # the token is read at the start of the process: retrying would not help
         except PsError as e:
-            if not self._member and e.code == "invalid_field":
-                raise  # refused on the first join, so the name is not allowed: retrying would not help
-            if not self._unreachable:  # once: an outage may last, and there may be hundreds of workers
-                log.warning("pool.unreachable %s; trying on", e)
-            self._unreachable = True
+            if is_foreign(e):  # whoever that is knows neither the members nor the tokens
+                self._not_reached(e)
+            elif isinstance(e, ConflictError | NotFoundError):
+                self._lost(e)
+            elif isinstance(e, AuthError) or (not self._member and e.code == "invalid_field"):
+                raise  # the token is read at the start of the process, and the name is given: retrying would not help
+            else:
+                self._not_reached(e)
         return None
+
+    def _lost(self, error: PsError) -> None:
+        """Have the next heartbeat join again.  Raises FencedError if another process has joined under the name."""
+        doubtful = time.monotonic() < self._join_in_doubt_until
+        if int(error.members.get("epoch") or 0) > self._epoch and not doubtful:
+            # Two that replaced each other in turn would look like a process that dies at its place each time.
+            raise problem(
+                "fenced",
+                f"another process has joined the pool as '{self._name}' and replaces this one",
+                hint="give each worker a unique name, or no name",
+            ) from error
+        self._join_in_doubt_until = 0.0
+        log.warning("pool.lost member=%s reason=%s: joining again", self._member, error.code)
+        self._epoch = 0
+
+    def _not_reached(self, error: PsError) -> None:
+        if not self._unreachable:  # once: an outage may last, and there may be hundreds of workers
+            log.warning("pool.unreachable %s; trying on", error)
+        self._unreachable = True
 
     def work(self) -> None:
         """Take and work places, one after the other, forever.  Raises what `_heartbeat` does."""
@@ -168,7 +177,8 @@ class PoolMember:
             self._client.request("POST", path, body, timeout=CALL_TIMEOUT_S)
         except PsError as e:
             log.warning("place.not_reported run=%s reason=%s", place["id"], e)
-            return not isinstance(e, Unavailable) and e.code not in ("fenced", "unknown_worker")
+            untaken = isinstance(e, Unavailable) or is_foreign(e)
+            return not untaken and e.code not in ("fenced", "unknown_worker")
         return True
 
     @contextmanager

@@ -15,6 +15,7 @@ import pytest
 import paramserver as ps
 from paramserver import limits
 from paramserver.errors import AuthError, FencedError, problem
+from paramserver.net.calls import Response, error_of
 from paramserver_node.unwind import ENDING, Terminated
 from paramserver_worker import entry, pool
 from paramserver_worker.pool import PoolMember
@@ -229,6 +230,42 @@ def test_an_outage_is_told_once(monkeypatch: pytest.MonkeyPatch, caplog: pytest.
 
     told = [r.getMessage().split()[0] for r in caplog.records]
     assert told == ["pool.joined", "pool.unreachable", "pool.back", "pool.unreachable"]
+
+
+class ReplacedScheduler:
+    """Behind a proxy that answers in its place with this status: a join, heartbeats, and a report, once each."""
+
+    def __init__(self, status: int) -> None:
+        self.status, self.page = status, {"join", "idle", "work", "report"}
+        self.joins = self.reports = 0
+
+    def request(self, method: str, path: str, *_: Any, **__: Any) -> dict[str, Any]:
+        if path == "/pool":
+            self._maybe_page("join")
+            self.joins += 1
+            return {"member": "w", "epoch": self.joins}
+        if path.startswith("/runs/"):
+            self.reports += 1
+            self._maybe_page("report")
+            raise Over
+        self._maybe_page("idle" if threading.current_thread() is threading.main_thread() else "work")
+        return {"state": "run", "run": {"id": "r", "place": 0, "entry": "json:dumps", "model": "m"}}
+
+    def _maybe_page(self, when: str) -> None:
+        if when in self.page:
+            self.page.remove(when)
+            raise error_of(Response(self.status, {}, b"<html>"))
+
+
+@pytest.mark.parametrize("status", [302, 401, 403, 404, 409])
+@pytest.mark.filterwarnings("error::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_page_in_place_of_the_scheduler_is_an_outage(status: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever a proxy answers for itself, a member neither ends nor joins again for it, and reports its work again."""
+    monkeypatch.setattr(pool, "IDLE_POLL_S", 0.0)
+    scheduler = ReplacedScheduler(status)
+
+    assert worked(scheduler, monkeypatch) == ["called"]
+    assert (scheduler.joins, scheduler.reports) == (1, 2)
 
 
 class SharedNameScheduler:
