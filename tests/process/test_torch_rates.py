@@ -14,6 +14,7 @@ if importlib.util.find_spec("torch") is None:
 from torch import nn
 
 from paramserver.errors import problem
+from paramserver.net.calls import Response, error_of
 from paramserver.torch import ParameterServerOptimizer, optimizer
 
 pytestmark = pytest.mark.process
@@ -76,11 +77,26 @@ def test_a_worker_that_may_not_set_the_rate_trains_on(
     assert "worker" in said
 
 
+def test_a_page_does_not_take_the_rate_from_a_worker(
+    client: ps.Client, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A worker whose new rate a proxy refuses for itself sends it later, as after an outage."""
+    with ParameterServerOptimizer(module(), client.model(name), ps.SGD(0.5), rank=1) as opt:
+        scheduler = Scheduler(opt, monkeypatch, error_of(Response(401, {}, b"<html>")))
+        for scheduler.now_s, scheduler.away in ((100.0, True), (200.0, False)):
+            opt.param_groups[0]["lr"] = 0.4
+            opt.step()
+        assert [rate for rate, _ in scheduler.asked] == [0.4, 0.4]
+
+
 class Scheduler:
     """What `Model.set` asks: notes the rates and timeouts that it is given, and is `away` for a while."""
 
-    def __init__(self, opt: ParameterServerOptimizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(
+        self, opt: ParameterServerOptimizer, monkeypatch: pytest.MonkeyPatch, error: ps.PsError | None = None
+    ) -> None:
         self.now_s, self.away = 0.0, True
+        self.error = error or problem("no_leader", "nobody leads")
         self.asked: list[tuple[float, float | None]] = []
         monkeypatch.setattr(opt.model, "set", self._set)
         monkeypatch.setattr(optimizer, "monotonic", lambda: self.now_s)
@@ -88,7 +104,7 @@ class Scheduler:
     def _set(self, *, lr: float, timeout: float | None) -> None:
         self.asked.append((lr, timeout))
         if self.away:
-            raise problem("no_leader", "nobody leads")
+            raise self.error
 
 
 @pytest.mark.parametrize("timeout", [None, 0.5])

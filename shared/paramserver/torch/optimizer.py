@@ -30,7 +30,7 @@ from paramserver.client.transfer import wire_dtype
 from paramserver.client.worker import Worker
 from paramserver.codecs.codec import Codec
 from paramserver.core.selection import select
-from paramserver.errors import AuthError, ConflictError, NotFoundError, PsError, Unavailable, problem
+from paramserver.errors import AuthError, ConflictError, NotFoundError, PsError, Unavailable, is_foreign, problem
 from paramserver.limits import CLIENT_TIMEOUT_S
 from paramserver.torch.buffers import GradientBuffers, HostGradients, SideStream
 from paramserver.torch.fitting import as_array, as_params, check_fit, named_parameters, other_settings
@@ -314,15 +314,15 @@ class ParameterServerOptimizer(torch.optim.Optimizer):
         timeout = self._timeout if sync or (self._timeout or RATE_S) < RATE_S else RATE_S
         try:
             self._model.set(lr=rate, timeout=timeout)
-        except AuthError as e:
-            if self._worker.rank == 0:
+        except PsError as e:
+            if isinstance(e, AuthError) and self._worker.rank != 0 and not is_foreign(e):
+                self._may_not_set_rate = True  # the worker that could is gone; without it training goes on
+                log.warning(
+                    "model.rate_stays model=%s: this worker cannot change the learning rate: %s", self._model.name, e
+                )
+                return
+            if not isinstance(e, Unavailable) and not is_foreign(e):
                 raise
-            self._may_not_set_rate = True  # the worker that could is gone; without it training goes on
-            log.warning(
-                "model.rate_stays model=%s: this worker cannot change the learning rate: %s", self._model.name, e
-            )
-            return
-        except Unavailable as e:
             self._rate = nan  # it may have been done
             if sync:
                 raise
