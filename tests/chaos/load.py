@@ -118,6 +118,7 @@ class Load(threading.Thread):
                     if not self.job.persists:
                         raise
                     self.recorder.write(op="failed", what="beginning", model=self.job.model, error=e.code)
+                    self.stopped.wait(self.job.pause_s)
         except BaseException as e:  # tests look for it in the history
             self.recorder.write(op="error", error=f"{self.name}: {e!r}\n{traceback.format_exc()}")
 
