@@ -221,13 +221,14 @@ class ShardHeartbeat(Body):
 
     epoch: Count
     metrics: dict[str, Any] = {}
-    partitions: Many[Row[tuple[str, int, int, int, int, int, int, int, int]]] = Field(
+    partitions: Many[Row[tuple[str, int, int, int, int, int, int, int, int, int]]] = Field(
         [],
-        description="[model, generation, index, token, version, durable_version, revision, commits_from, from_version]",
+        description="[model, generation, index, token, version, durable_version, revision, commits_from, from_version,"
+        " from_lsn]",
     )
     cuts: Many[Row[tuple[str, int, int, int, int]]] = Field([], description="[model, generation, index, token, clock]")
-    released: Many[Row[tuple[str, int, int, int, int, int]]] = Field(
-        [], description="[model, generation, index, token, version, release]"
+    released: Many[Row[tuple[str, int, int, int, int, int, int]]] = Field(
+        [], description="[model, generation, index, token, version, release, lsn]"
     )
     lost: Many[Row[tuple[str, int, int, int]]] = Field([], description="[model, generation, index, token]")
     memory: dict[str, Count] = Field({}, examples=[{"limit_bytes": 8589934592, "used_bytes": 734003200}])

@@ -280,7 +280,7 @@ async def test_who_waits_for_a_checkpoint_is_not_refused_for_a_write_of_somethin
         created = asyncio.ensure_future(create(runtime, "m"))
         await asyncio.sleep(0)  # it has started, and waits until it is served
         model = runtime.core._c.models["m"]
-        rows = [["m", model.generation, i, owner.token, 0, 0, 1, 0, 0] for i, owner in enumerate(model.owners)]
+        rows = [["m", model.generation, i, owner.token, 0, 0, 1, 0, 0, 0] for i, owner in enumerate(model.owners)]
         await runtime.ask(lambda n: io.ShardHeartbeat(n, "s", 1, partitions=rows))
         await created
         asked = asyncio.ensure_future(runtime.ask(lambda n: io.RequestCheckpoint(n, "m"), changes=True))

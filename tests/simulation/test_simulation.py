@@ -231,6 +231,12 @@ def test_a_model_of_which_redis_lost_a_part_goes_on_from_there_as_a_whole(seed: 
     run(Simulation(seed, "sync", "applied", "restarts", "none", clocks=20))
 
 
+def test_a_model_goes_back_if_redis_lost_what_was_stored_for_a_move() -> None:
+    """A cut of the same clock does not pass for the state handed over: it lacks what was staged, as in this run."""
+    harsh = Faults(crash=0.004, drop=0.005, feed_cut=0.002, drain=0.05, redis_restarts_s=(0.5, 4.0))
+    run(Simulation(72, "sync", "applied", "restarts", "none", clocks=20, faults=harsh))
+
+
 @pytest.mark.parametrize("first", spread(10))
 def test_each_range_of_the_data_is_worked_on_in_each_pass(first: int) -> None:
     """Whatever dies, no range is left out in any pass; none is done twice if no worker joins again or goes back."""

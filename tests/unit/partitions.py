@@ -120,7 +120,7 @@ def request_release(driver: ShardDriver, *indices: int, number: int = 1) -> None
 
 def released(driver: ShardDriver) -> list[tuple[int, ...]]:
     """Return (index, token, version, release number) of each partition that may be taken over, as in heartbeats."""
-    return [row[2:] for row in driver.core.released()]
+    return [row[2:6] for row in driver.core.released()]
 
 
 def successor(driver: ShardDriver, **changes: Any) -> ShardDriver:

@@ -41,6 +41,8 @@ class Driver:
         """Clocks of the partitions that are behind, in sync."""
         self.began: dict[tuple[PartitionKey, Token], int] = {}
         """The version with which the shard that has a partition under that token began."""
+        self.lsns: dict[int, int] = {}
+        """The last command's number in what is loaded and handed over of a partition, if not 0."""
         self.core = SchedulerCore.restore({}, self.now, self.term, EPOCH_S + self.now)
         self.core._c.generations = 0  # so that tests can name them: 1, 2, ...
         for name in shards:
@@ -147,10 +149,11 @@ class Driver:
                     clock = self.stand.get(i, model.gate.clock) if model.gate.sync else 0
                     version = clock + self.assigned if model.gate.sync else o.version
                     durable = (version, clock) if self.durable else (0, 0)
+                    lsn = self.lsns.get(i, 0)
                     began = self.began.setdefault((model.partition(i), o.token), version)
-                    partitions.append([*row, version, durable[0], model.revision, durable[1], began])
+                    partitions.append([*row, version, durable[0], model.revision, durable[1], began, lsn])
                     if o.release and releases:
-                        released.append([*row, version, o.release])
+                        released.append([*row, version, o.release, lsn])
                     if model.cuts.pending is not None and stored:
                         cuts.append([*row, model.cuts.pending])
         epoch = self.shards[name]
@@ -247,7 +250,7 @@ def release_numbers(d: Driver) -> dict[int, int]:
 def row(d: Driver, index: int, number: int) -> list[Any]:
     """Return a heartbeat's `released` row, sent by an owner that has stored the whole partition."""
     model = d.core.read.model("m")
-    return ["m", model["generation"], index, model["partitions"][index]["incarnation"], 7, number]
+    return ["m", model["generation"], index, model["partitions"][index]["incarnation"], 7, number, d.lsns.get(index, 0)]
 
 
 def code(d: Driver, number: int) -> str:

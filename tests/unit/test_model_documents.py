@@ -76,7 +76,7 @@ async def test_for_a_burst_of_requests_the_partitions_are_listed_once(monkeypatc
 
     def beat(version: int) -> None:
         found = runtime.core.read.model("m")["partitions"]
-        key, numbers = runtime.core.read.key("m"), (version, 0, 1, 0, 0)
+        key, numbers = runtime.core.read.key("m"), (version, 0, 1, 0, 0, 0)
         rows = [["m", key.generation, p["index"], p["incarnation"], *numbers] for p in found if p["shard"] == "s0"]
         runtime.send(io.ShardHeartbeat(0, "s0", 1, {}, rows))
         made.clear()

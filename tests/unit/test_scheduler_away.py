@@ -9,8 +9,8 @@ from .scheduling import SPEC, Driver
 
 def beat_without_redis(d: Driver, name: str, unserved: set[int]) -> None:
     """Send the heartbeat of a shard that Redis does not answer: it serves its partitions but for these."""
-    parts = [["m", 1, i, o.token, 0, 0, 0, 0, 0] for i, o in enumerate(d.core._c.models["m"].owners) if o.shard == name]
-    rows = [row for row in parts if row[2] not in unserved]
+    owned = [(i, o.token) for i, o in enumerate(d.core._c.models["m"].owners) if o.shard == name]
+    rows = [["m", 1, i, token, 0, 0, 0, 0, 0, 0] for i, token in owned if i not in unserved]
     d.ask(lambda n: io.ShardHeartbeat(n, name, d.shards[name], {"redis_away": True}, rows))
 
 

@@ -42,13 +42,13 @@ def test_each_field_of_a_body_is_one_of_its_event(body: type[bodies.Body], event
         *[(bodies.JoinWorker, "rank", rank) for rank in (-1, 1 << 31, 1.5, "0", True)],
         *[(bodies.JoinWorker, "above", above) for above in (-1, (1 << 52) + 1)],
         *[(bodies.JoinWorker, "lease_s", lease_s) for lease_s in (1, 1e9, math.nan, 10**400, True)],
-        (bodies.ShardHeartbeat, "partitions", [["m", 1, 0, 1, 2, 3, 1, 0]]),
-        (bodies.ShardHeartbeat, "partitions", [["m", 1, 0, 1, 2, 3, True, 0, 0]]),
-        (bodies.ShardHeartbeat, "partitions", [["m", 1, 0, 1, 2, 3, 1.0, 0, 0]]),
-        (bodies.ShardHeartbeat, "partitions", [["m", 1, 0, 1, 2, 3, "1", 0, 0]]),
+        (bodies.ShardHeartbeat, "partitions", [["m", 1, 0, 1, 2, 3, 1, 0, 0]]),
+        (bodies.ShardHeartbeat, "partitions", [["m", 1, 0, 1, 2, 3, True, 0, 0, 0]]),
+        (bodies.ShardHeartbeat, "partitions", [["m", 1, 0, 1, 2, 3, 1.0, 0, 0, 0]]),
+        (bodies.ShardHeartbeat, "partitions", [["m", 1, 0, 1, 2, 3, "1", 0, 0, 0]]),
         (bodies.ShardHeartbeat, "partitions", ["partition"]),
         (bodies.ShardHeartbeat, "cuts", [[5, 1, 0, 1, 2]]),
-        (bodies.ShardHeartbeat, "released", [["m", 1, 0, 1, 2]]),
+        (bodies.ShardHeartbeat, "released", [["m", 1, 0, 1, 2, 3]]),
         (bodies.ShardHeartbeat, "lost", [["m", 1, 0]]),
         *[(bodies.ShardHeartbeat, "loads", [["m", 1, 0, load]]) for load in ("much", math.nan, math.inf, True)],
         *[(bodies.ShardHeartbeat, "memory", {"limit_bytes": limit}) for limit in (-1, 0.5, True)],
@@ -64,7 +64,7 @@ def test_a_value_that_makes_no_sense_is_refused(body: type[bodies.Body], field: 
 
 def test_what_a_shard_says_of_its_partitions_comes_as_lists() -> None:
     """The rows of a heartbeat are lists of a name and of numbers, of which a revision may be -1."""
-    rows = {"partitions": [["m", 1, 0, 1 << 33, 7, 5, -1, 0, 0]], "loads": [["m", 1, 0, 2], ["m", 1, 1, 0.5]]}
+    rows = {"partitions": [["m", 1, 0, 1 << 33, 7, 5, -1, 0, 0, 0]], "loads": [["m", 1, 0, 2], ["m", 1, 1, 0.5]]}
 
     body = bodies.check(bodies.ShardHeartbeat, {"epoch": 1, **rows})
 

@@ -398,7 +398,7 @@ def test_commits_of_a_phase_that_is_over_are_forgotten(ack: str, kept_s: float) 
         """Return the commits that are stored after heartbeats that need them from that one on, and a tick."""
         for name, epoch in d.shards.items():
             owned = [(i, o) for i, o in enumerate(model.owners) if o.shard == name]
-            rows = [["m", 1, i, o.token, 3, 3, model.revision, commits_from, 0] for i, o in owned]
+            rows = [["m", 1, i, o.token, 3, 3, model.revision, commits_from, 0, 0] for i, o in owned]
             d.ask(partial(io.ShardHeartbeat, name=name, epoch=epoch, partitions=rows))
         d.do(io.Tick())
         return sorted(field.removeprefix("commit:m:") for field in d.hash if field.startswith("commit:"))

@@ -558,7 +558,7 @@ def test_settings_that_redis_lost_with_the_leader_do_not_shut_out_the_next_ones(
     d.ask(lambda n: io.PatchModel(n, "m", {"optimizer": {"lr": 0.5}}))
     known = d.document()["revision"]
     mine = [p for p in d.core.read.model("m")["partitions"] if p["shard"] == "s0"]
-    rows = [["m", 1, p["index"], p["incarnation"], 0, 0, known, 0, 0] for p in mine]
+    rows = [["m", 1, p["index"], p["incarnation"], 0, 0, known, 0, 0, 0] for p in mine]
     d.hash = before
     d.restart()
     d.ask(lambda n: io.ShardHeartbeat(n, "s0", d.shards["s0"], {}, rows))

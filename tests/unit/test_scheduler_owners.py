@@ -80,7 +80,7 @@ class Holder:
     def released(self) -> list[Any]:
         """Return the release reports of the partitions that it has stored for their new owners."""
         return [
-            ["m", 1, i, h.token, h.value, h.release_number]
+            ["m", 1, i, h.token, h.value, h.release_number, 0]
             for i, h in self.memory.items()
             if h.release_number and h.stored
         ]
@@ -218,7 +218,7 @@ class Owners(RuleBasedStateMachine):
         return value
 
     def _beat(self, shard: Holder) -> None:
-        rows = [["m", 1, i, h.token, h.value, h.value, 0, 0, 0] for i, h in shard.memory.items()]
+        rows = [["m", 1, i, h.token, h.value, h.value, 0, 0, 0, 0] for i, h in shard.memory.items()]
         released = shard.released()
         made = lambda n: io.ShardHeartbeat(n, shard.name, shard.epoch, {}, rows, (), released)  # noqa: E731
         answer = shard.leader.do(made, self.now)

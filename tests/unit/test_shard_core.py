@@ -338,7 +338,7 @@ def test_a_changed_partition_is_stored_after_five_seconds_and_a_crash_loses_what
     assert after.push({0: ones()}, PushId("w", 1, 0)).duplicate
     assert after.push({0: ones()}, PushId("w", 1, 1)).duplicate is False
     assert after.values() == [2.0] * 4
-    assert list(after.core.partitions()) == [("m", 1, 0, 2, 2, 1, 1, 0, 1)]
+    assert list(after.core.partitions()) == [("m", 1, 0, 2, 2, 1, 1, 0, 1, 1)]
 
 
 def test_snapshots_are_written_one_at_a_time_and_again_after_a_failure() -> None:
@@ -362,7 +362,7 @@ def test_snapshots_are_written_one_at_a_time_and_again_after_a_failure() -> None
     driver.advance(0.1)
     driver.settle()
 
-    assert sorted(row[2:] for row in driver.core.partitions()) == [(0, 1, 1, 1, 1, 0, 0), (1, 1, 1, 1, 1, 0, 0)]
+    assert sorted(row[2:] for row in driver.core.partitions()) == [(0, 1, 1, 1, 1, 0, 0, 0), (1, 1, 1, 1, 1, 0, 0, 0)]
 
 
 def failing(driver: ShardDriver, bad: set[int], seconds: float, push: int | None = None) -> list[int]:

@@ -455,3 +455,25 @@ def test_a_cut_is_not_all_that_is_handed_over() -> None:
     after = successor(driver)
     after.commit(1, Contribution(WORKERS[1], 1, 1, 0))
     assert after.values() == [11.0] * 4
+
+
+def test_a_cut_does_not_pass_for_the_whole_state_of_its_clock() -> None:
+    """At `applied` a cut lacks what is staged, and its last number says so: Redis may lose the whole state beside it.
+
+    A new owner that finds the cut alone begins with another number than the one with which it was handed over.
+    """
+    driver = serving(spec(consistency={"mode": "sync"}), workers=ROSTER)
+    driver.commit(0)
+    stage(driver, 0, 1, 1.0)
+    (p,) = driver.core.models["m"].partitions.values()
+    cut, whole = p.capture(cut=True), p.capture()
+    assert (cut.clock, len(cut.staged), len(whole.staged)) == (whole.clock, 0, 1)
+    assert cut.lsn < whole.lsn == p.lsn
+
+    request_release(driver, 0)
+    driver.store.save(StoreSnapshot(cut, cut=True))
+    after = ShardDriver(driver.store)
+    after.serve(spec(consistency={"mode": "sync"}), owned={0: 2}, workers=ROSTER, source="snapshot")
+
+    assert [r.lsn for r in driver.core.released()] == [whole.lsn]
+    assert [r.from_lsn for r in after.core.partitions()] == [cut.lsn]

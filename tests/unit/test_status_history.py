@@ -172,7 +172,7 @@ async def test_what_is_not_durable_is_that_of_the_partition_with_most() -> None:
     d, service = of_models(1)
     ((name, epoch),) = d.shards.items()
     owned = [(p["index"], p["incarnation"]) for p in d.core.read.model("m00")["partitions"]]
-    rows = [["m00", 1, i, token, *((20, 5) if i == 0 else (0, 0)), 0, 0, 0] for i, token in owned]
+    rows = [["m00", 1, i, token, *((20, 5) if i == 0 else (0, 0)), 0, 0, 0, 0] for i, token in owned]
     d.ask(lambda n: io.ShardHeartbeat(n, name, epoch, {}, rows))
 
     (found,) = (await overview.describe(service)).models
@@ -188,7 +188,7 @@ async def test_prometheus_reads_how_long_a_partition_has_stored_nothing() -> Non
 
     async def after_s(seconds: float, stuck: tuple[int, int], other: tuple[int, int]) -> tuple[float, float]:
         d.now += seconds
-        rows = [["m00", 1, i, token, *(stuck if i == 0 else other), 0, 0, 0] for i, token in tokens.items()]
+        rows = [["m00", 1, i, token, *(stuck if i == 0 else other), 0, 0, 0, 0] for i, token in tokens.items()]
         d.ask(lambda n: io.ShardHeartbeat(n, name, epoch, {}, rows))
         cast(Any, service).now = d.now
         found = await overview.describe(service)

@@ -358,7 +358,7 @@ def taken_over(d: Driver, version: int, clock: int) -> Any:
     """End shard s1, let s0 load its partitions at that version and clock, and return the model."""
     d.ask(lambda n: io.LeaveShard(n, "s1", d.shards.pop("s1")))
     lost = [(i, p["incarnation"]) for i, p in enumerate(d.core.read.model("m")["partitions"]) if not p["served"]]
-    rows = [["m", 1, i, token, version, version, 0, clock, version] for i, token in lost]
+    rows = [["m", 1, i, token, version, version, 0, clock, version, 0] for i, token in lost]
     assert rows
     d.ask(lambda n: io.ShardHeartbeat(n, "s0", d.shards["s0"], {}, rows))
     return d.core.read.model("m")

@@ -28,7 +28,7 @@ CLOCK_LINE: Final[TypeAdapter[ClockLine]] = TypeAdapter(ClockLine)
 LINE_BYTES_MAX: Final = 4096
 
 SHARD = {"name": "shard-0", "addresses": ["http://127.0.0.1:8701"], "version": "0.1.0"}
-BEAT = {"epoch": 1, "metrics": {"pushes_per_s": 120.0}, "partitions": [["demo", 1, 0, 4294967297, 7, 5, 0, 0, 0]]}
+BEAT = {"epoch": 1, "metrics": {"pushes_per_s": 120.0}, "partitions": [["demo", 1, 0, 4294967297, 7, 5, 0, 0, 0, 0]]}
 
 
 @router.post(

@@ -23,6 +23,8 @@ class ServedRow(NamedTuple):
     """
     from_version: int
     """The version that the shard loaded: also under a renewed token, and whichever leader it tells."""
+    from_lsn: int
+    """Number of the last command in what it loaded."""
 
 
 class CutRow(NamedTuple):
@@ -46,6 +48,8 @@ class ReleasedRow(NamedTuple):
     version: int
     release: int
     """The number from `{"release": number}` in the model's document, which tells apart successive requests."""
+    lsn: int
+    """Number of the last command in what is stored."""
 
 
 class LostRow(NamedTuple):

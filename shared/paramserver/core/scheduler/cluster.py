@@ -179,7 +179,7 @@ class Cluster:
         """Begin a new ownership of that partition, with state from `source`, or from the model's source if None."""
         owner = model.owners[index]
         owner.token, owner.source, owner.kept_from, owner.previous = self.next_token(), source, 0, None
-        owner.from_version = owner.revision = None
+        owner.from_version = owner.revision = owner.handed_lsn = None
         owner.withdraw_move()
         self._tokens.append((model.partition(index), owner.token))
 
@@ -199,10 +199,10 @@ class Cluster:
     def renew_token(self, model: Model, index: int) -> None:
         """Continue the same ownership under a new token, because Redis has lost the old one."""
         owner = model.owners[index]
-        first, source = owner.kept_from or owner.token, owner.source
+        first, source, handed_lsn = owner.kept_from or owner.token, owner.source, owner.handed_lsn
         # An owner that lacks the state after all must not take the initial values for the model's.
         self.give_token(model, index, "snapshot" if model.initial.were_complete else source)
-        owner.kept_from, owner.durable_version, owner.commits_from = first, 0, 0
+        owner.kept_from, owner.durable_version, owner.commits_from, owner.handed_lsn = first, 0, 0, handed_lsn
 
     def fence(self, shard: str, epoch: int) -> None:
         """Forbid all incarnations of that shard up to this epoch to serve; 0 deletes the fence."""

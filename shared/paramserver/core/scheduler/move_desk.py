@@ -222,7 +222,7 @@ class MoveDesk:
             previous = (shard, self.c.shards[shard].epoch, owner.token)
             owner.shard, owner.version = owner.target, row.version
             self.c.give_token(model, row.partition, "snapshot")
-            owner.previous = previous
+            owner.previous, owner.handed_lsn = previous, row.lsn
             model.cuts.moved = True
             self.c.place_changed(model)
             self.c.shards[shard].released_s = now

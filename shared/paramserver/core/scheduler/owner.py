@@ -29,6 +29,11 @@ class Owner:
     """A shard that holds it under this token or a higher one keeps its memory; 0: it is loaded from its source."""
     previous: tuple[str, int, Token] | None = None
     """(shard, its epoch, token) of the owner that handed it over, until the new owner serves it."""
+    handed_lsn: int | None = None
+    """Number of the last command in what was handed over to it, which it has to begin with; None: nothing was.
+
+    Never stored.
+    """
     target: str | None = None
     """The shard it is moving to; never stored, so another leader does not know of the move."""
     release: int = 0

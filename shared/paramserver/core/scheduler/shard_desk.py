@@ -150,7 +150,7 @@ class ShardDesk:
         shard = self.c.shards.get(name)
         if shard is None or not shard.alive or shard.epoch != epoch:
             return False
-        owner.shard, owner.token, owner.kept_from = name, token, 0
+        owner.shard, owner.token, owner.kept_from, owner.handed_lsn = name, token, 0, None
         return True
 
     def feed(self, e: OpenFeed, now: float) -> None:
@@ -281,19 +281,22 @@ class ShardDesk:
         owner.commits_from = row.commits_from
         if begins:
             self._check_clock(model, row)
+            owner.handed_lsn = None
 
     def _check_clock(self, model: Model, row: ServedRow) -> None:
         """Go back, or with a journal begin a new sync phase, if a partition starts before the oldest kept commit.
 
         Part of its state was lost with the data of Redis, so it can never reach the others' clock, and a new phase
-        begins with the values there are.  A partition stored before the present timeline starts at the timeline's
+        begins with the values there are.  So it does if a new owner does not start from what was handed over: it may
+        lack parts that were staged.  A partition stored before the present timeline starts at the timeline's
         beginning.  If nothing of a journaled one is durable, its owner has it in memory since before Redis was emptied,
         or has initial values: the version tells which.
         """
         first = model.commits[0][1].t if model.commits else model.gate.clock
         told = not model.durable or row.commits_from or row.durable_version
         reached = max(row.commits_from, model.began) if told else row.version
-        if not model.gate.sync or not model.ready or model.gate.opening or reached >= first:
+        lacks = model.owners[row.partition].handed_lsn not in (None, row.from_lsn)
+        if not model.gate.sync or not model.ready or model.gate.opening or (reached >= first and not lacks):
             return
         if go_back(self.c, model):
             self.c.place_changed(model)

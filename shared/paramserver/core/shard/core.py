@@ -134,7 +134,7 @@ class ShardCore:
             if p.state is not None:
                 versions, commits_from = (p.version, p.durable_version), p.durable_clock if p.level else p.clock
                 place = key.name, key.generation, p.index, p.token
-                yield ServedRow(*place, *versions, p.revision, commits_from, p.from_version)
+                yield ServedRow(*place, *versions, p.revision, commits_from, p.from_version, p.from_lsn)
 
     def cuts(self) -> Iterator[CutRow]:
         """Yield each partition's newest stored cut."""
@@ -146,7 +146,7 @@ class ShardCore:
         """Yield each partition that may be taken over."""
         for key, p in self._partitions():
             if p.released:
-                yield ReleasedRow(key.name, key.generation, p.index, p.token, p.version, p.release_number)
+                yield ReleasedRow(key.name, key.generation, p.index, p.token, p.version, p.release_number, p.lsn)
 
     def load_trouble(self) -> str:
         """Return why a partition could not be loaded when that was last tried; "" if none waits for another try."""

@@ -56,6 +56,8 @@ class Partition:
     version: int = 0
     from_version: int = 0
     """The version that was loaded."""
+    from_lsn: int = 0
+    """Number of the last command in what was loaded."""
     clock: int = 0
     """sync: the next commit's `t`."""
     durable_version: int = 0
@@ -124,7 +126,7 @@ class Partition:
         if loaded.settings is not None:
             self.spec, self.revision = spec_from_document(self.spec, loaded.settings, self.segments)
         self.state, self.version, self.from_version = loaded.state, loaded.version, loaded.version
-        self.clock, self.lsn = loaded.clock, loaded.lsn
+        self.clock, self.lsn, self.from_lsn = loaded.clock, loaded.lsn, loaded.lsn
         self.durable_version, self.durable_clock = (loaded.version, loaded.clock) if loaded.stored else (0, 0)
         durable = loaded.lsn if loaded.stored else 0
         # Nobody knows whether that is on Redis' disk: the last owner may have died before it was.
@@ -281,17 +283,19 @@ class Partition:
     def capture(self, *, cut: bool = False) -> Capture:
         """Capture the partition as it is now.
 
-        A cut of a model at level `applied` leaves out staged parts, because a recovery to that cut discards them.
+        A cut of a model at level `applied` leaves out staged parts, because a recovery to that cut discards them.  Its
+        lsn leaves them out, too, so that it does not pass for the whole state.
         """
         assert self.state is not None
-        staged = () if cut and not self.level else tuple(h for parts in self.staged.values() for h in parts)
+        held = tuple(h for parts in self.staged.values() for h in parts)
+        staged, left_out = ((), len(held)) if cut and not self.level else (held, 0)
         return Capture(
             self.state,
             self.version,
             self.clock,
             self.remembered(),
             tuple(self.buffered),
-            self.lsn,
+            self.lsn - left_out,
             staged,
             key=self.key,
             token=self.token,
