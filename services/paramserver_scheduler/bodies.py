@@ -230,7 +230,9 @@ class ShardHeartbeat(Body):
     released: Many[Row[tuple[str, int, int, int, int, int, int]]] = Field(
         [], description="[model, generation, index, token, version, release, lsn]"
     )
-    lost: Many[Row[tuple[str, int, int, int]]] = Field([], description="[model, generation, index, token]")
+    lost: Many[Row[tuple[str, int, int, int, bool]]] = Field(
+        [], description="[model, generation, index, token, given_up]"
+    )
     memory: dict[str, Count] = Field({}, examples=[{"limit_bytes": 8589934592, "used_bytes": 734003200}])
     loads: Many[Row[tuple[str, int, int, Annotated[float, Field(allow_inf_nan=False)]]]] = Field(
         [], description="[model, generation, index, bytes per second]"

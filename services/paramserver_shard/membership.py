@@ -228,13 +228,14 @@ class Membership:
     def _heartbeat(self) -> dict[str, Any]:
         core = self._runtime.core
         lost = self._runtime.lost = {key: token for key, token in self._runtime.lost.items() if core.owns(key, token)}
+        never_stored = [LostRow(k.model.name, k.model.generation, k.index, token, False) for k, token in lost.items()]
         return {
             "epoch": self.epoch,
             "metrics": self._metrics(),
             "partitions": list(core.partitions()),
             "cuts": list(core.cuts()),
             "released": list(core.released()),
-            "lost": [LostRow(key.model.name, key.model.generation, key.index, token) for key, token in lost.items()],
+            "lost": [*never_stored, *core.given_up()],
             "memory": self.memory.document(),
             "loads": self._runtime.loads.rates(),
         }

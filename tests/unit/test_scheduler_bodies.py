@@ -49,7 +49,7 @@ def test_each_field_of_a_body_is_one_of_its_event(body: type[bodies.Body], event
         (bodies.ShardHeartbeat, "partitions", ["partition"]),
         (bodies.ShardHeartbeat, "cuts", [[5, 1, 0, 1, 2]]),
         (bodies.ShardHeartbeat, "released", [["m", 1, 0, 1, 2, 3]]),
-        (bodies.ShardHeartbeat, "lost", [["m", 1, 0]]),
+        (bodies.ShardHeartbeat, "lost", [["m", 1, 0, 1]]),
         *[(bodies.ShardHeartbeat, "loads", [["m", 1, 0, load]]) for load in ("much", math.nan, math.inf, True)],
         *[(bodies.ShardHeartbeat, "memory", {"limit_bytes": limit}) for limit in (-1, 0.5, True)],
     ],

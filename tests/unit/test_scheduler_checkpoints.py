@@ -561,7 +561,7 @@ def test_a_model_that_a_leader_was_restoring_when_it_died_is_removed() -> None:
     d.ask(lambda n: io.RestoreFinished(n, key, None))
     d.shard("s0")  # it was restarted, and finds nothing stored
     place = d.core.read.model("lost")["partitions"]
-    d.beat("s0", lost=[["lost", key.generation, p["index"], p["incarnation"]] for p in place])
+    d.beat("s0", lost=[["lost", key.generation, p["index"], p["incarnation"], False] for p in place])
     d.beats()
     assert d.core.read.model("lost")["state"] == "initializing"
 

@@ -258,7 +258,7 @@ async def test_of_a_file_that_is_read_again_only_what_was_lost_is_set(tmp_path: 
     d.wait(6)
     places = d.core.read.model("m")["partitions"]
 
-    d.beat("s1", lost=[["m", 1, i, places[i]["incarnation"]] for i in (first, second)])
+    d.beat("s1", lost=[["m", 1, i, places[i]["incarnation"], False] for i in (first, second)])
     await performed(d, tmp_path, shards)
     await performed(d, tmp_path, shards)
 

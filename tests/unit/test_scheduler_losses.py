@@ -287,6 +287,28 @@ def test_who_handed_a_partition_over_before_a_return_to_a_cut_does_not_get_it_ba
     assert d.document()["owners"][index][2]["from"] == token
 
 
+@pytest.mark.parametrize("mode", ["async", "sync"])
+def test_a_handover_that_redis_and_its_leader_lost_ends_the_old_ownership(mode: str) -> None:
+    """The old owner, which the next leader names, has given the partition up: what is stored is loaded anew."""
+    d = Driver.with_model(consistency={"mode": mode}, **EIGHT)
+    d.clock(d.join("a"), 1)
+    d.beats()
+    d.shard("s2")
+    before = dict(d.hash)
+    index, number = min(release_numbers(d).items())
+    owner, token = d.owners()[index] or "", d.given()[index][1]
+    d.beat(owner, released=[row(d, index, number)])
+    d.hash = before
+    d.restart()
+    assert (d.owners()[index], d.given()[index][1]) == (owner, token)
+
+    d.beat(owner, lost=[["m", 1, index, token, True]])
+
+    document = d.document()
+    assert document["owners"][index][1] > token
+    assert (document["timeline"], document["source"]) == ((1, {"cut": 1}) if mode == "sync" else (0, "snapshot"))
+
+
 def test_moves_under_way_are_withdrawn_when_redis_was_emptied() -> None:
     """When Redis is emptied, moves in progress are withdrawn, owners keep their partitions, and moves begin again."""
     d = Driver.with_model(**EIGHT)
@@ -397,7 +419,7 @@ def test_an_uploaded_model_whose_values_were_never_stored_asks_for_them_again() 
         for i, p in enumerate(model["partitions"])
         if p["shard"] == "s1" and p["incarnation"] == max(q["incarnation"] for q in model["partitions"])
     ]
-    lost = [["m", 1, i, model["partitions"][i]["incarnation"]] for i in (0, *mine) if i < 2]
+    lost = [["m", 1, i, model["partitions"][i]["incarnation"], False] for i in (0, *mine) if i < 2]
     d.beat("s1", lost=lost)
     after = d.core.read.model("m")
     assert after["state"] == "initializing"
@@ -464,7 +486,7 @@ def lose(d: Driver, index: int) -> None:
     """Report that the partition's owner found nothing stored of it."""
     model = d.core.read.model("m")
     place = model["partitions"][index]
-    d.beat(place["shard"], lost=[["m", 1, index, place["incarnation"]]])
+    d.beat(place["shard"], lost=[["m", 1, index, place["incarnation"], False]])
 
 
 def dies(d: Driver, name: str) -> list[int]:

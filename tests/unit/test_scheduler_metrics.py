@@ -96,7 +96,7 @@ def test_metrics_of_before_values_were_lost_are_of_no_checkpoint(mode: str) -> N
     d.empty_redis()
     mine = [i for i, shard in enumerate(d.owners()) if shard == "s1"]
     d.ask(lambda n: io.LeaveShard(n, "s1", d.shards.pop("s1")))
-    d.beat("s0", lost=[["m", 1, i, d.given()[i][1]] for i in mine])
+    d.beat("s0", lost=[["m", 1, i, d.given()[i][1], False] for i in mine])
     assert d.document()["upload"]["lost"] == mine
     assert newest(d) is None
 

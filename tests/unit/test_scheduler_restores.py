@@ -98,7 +98,8 @@ def test_a_restore_by_a_client_that_a_death_has_just_undone_does_not_end(
         return d.ask(lambda n: io.ModelRestored(n, "m", model.generation, timeline, 12, given=given))
 
     d.shard("s0")
-    lost = [["m", model.generation, i, token] for i, token in d.given() if model.owners[i].shard == "s0"]
+    owned = [(i, token) for i, token in d.given() if model.owners[i].shard == "s0"]
+    lost = [["m", model.generation, i, token, False] for i, token in owned]
     d.beat("s0", lost=[] if stored else lost)
     d.beats()
     if mode == "async" and in_place:
@@ -137,7 +138,7 @@ def test_a_report_of_a_restore_that_did_not_begin_the_timeline_is_refused(by: st
         case "a death after its end":
             assert report(0)["timeline"] == 1
             d.shard("s0")
-            d.beat("s0", lost=[["m", 1, i, token] for i, token in d.given() if model.owners[i].shard == "s0"])
+            d.beat("s0", lost=[["m", 1, i, token, False] for i, token in d.given() if model.owners[i].shard == "s0"])
             d.beats()
         case _:
             assert report(0)["timeline"] == report(0)["timeline"] == 1

@@ -140,7 +140,7 @@ async def test_a_heartbeat_that_will_always_be_refused_is_an_error_in_the_log(
         raise problem(answer, "as the test says")
 
     link = Mock(request=request, asked=0)
-    core: Any = Mock(partitions=lambda: [1, 2], cuts=list, released=list)
+    core: Any = Mock(partitions=lambda: [1, 2], cuts=list, released=list, given_up=list)
     storage = Mock(redis_away=False)
     runtime: Any = Mock(core=core, lost={}, storage=storage, degraded="", loads=Mock(rates=list))
     others: list[Any] = [Mock() for _ in range(3)]

@@ -76,6 +76,28 @@ def test_a_newer_token_without_that_word_is_a_new_ownership() -> None:
         assert driver.values() == [value] * 4, token
 
 
+@pytest.mark.parametrize("renewed", [False, True])
+def test_what_was_given_up_is_not_loaded_again_under_the_old_token(renewed: bool) -> None:
+    """If Redis and its leader lost a handover, the next leader names the old owner, which had more than the source has.
+
+    It loads nothing until it is given another token.
+    """
+    driver = serving(spec(), owned={0: 5})
+    driver.push({0: ones()}, PushId("w", 1, 0))
+    request_release(driver, 0)
+    driver.send(replace(view(driver), owned={}, release={}))
+    token, kept_from = (9, {0: 5}) if renewed else (5, {})
+
+    driver.send(replace(view(driver), owned={0: token}, kept_from=kept_from, term=1))
+    driver.send(view(driver))
+
+    assert not list(driver.core.partitions())
+    assert list(driver.core.given_up()) == [("m", 1, 0, token, True)]
+    driver.send(replace(view(driver), owned={0: 10}, kept_from={}, source="snapshot"))
+    assert driver.values() == [1.0] * 4
+    assert not list(driver.core.given_up())
+
+
 def test_a_cut_of_a_model_in_sync_is_stored_again_under_the_new_token() -> None:
     """A cut of a model in sync that Redis lost is stored again from memory under the renewed token."""
     driver = serving(spec(consistency={"mode": "sync"}), workers=ROSTER)

@@ -428,7 +428,7 @@ def lost_with_its_owner(ack: str) -> Driver:
     mine = [i for i, shard in enumerate(d.owners()) if shard == "s1"]
     assert mine == [1, 3]
     d.ask(lambda n: io.LeaveShard(n, "s1", d.shards.pop("s1")))
-    d.beat("s0", stored=False, lost=[["m", 1, i, d.given()[i][1]] for i in mine])
+    d.beat("s0", stored=False, lost=[["m", 1, i, d.given()[i][1], False] for i in mine])
     return d
 
 

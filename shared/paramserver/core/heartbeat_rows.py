@@ -53,15 +53,18 @@ class ReleasedRow(NamedTuple):
 
 
 class LostRow(NamedTuple):
-    """A partition that should be loaded from a snapshot but was never stored, and whose values cannot be drawn again.
+    """A partition that the shard cannot load.
 
-    They were uploaded, read from a file or restored.
+    It should be loaded from a snapshot but was never stored, and its values cannot be drawn again, as they were
+    uploaded, read from a file or restored; or the shard has had it under this token, and has given it up.
     """
 
     model: str
     generation: int
     partition: int
     token: Token
+    given_up: bool
+    """Whether it has been given up: what is stored of it may be loaded under another token."""
 
 
 Row: TypeAlias = ServedRow | CutRow | ReleasedRow | LostRow

@@ -169,10 +169,11 @@ class SimShard(Node):
                 self.switch_scheduler()
 
         lost = [
-            LostRow(k.model.name, k.model.generation, k.index, token)
+            LostRow(k.model.name, k.model.generation, k.index, token, False)
             for k, token in self.lost.items()
             if self.core.owns(k, token)
         ]
+        lost += self.core.given_up()
         metrics = {"redis_away": True} if self._redis_silent else {}
         make = lambda r: io.ShardHeartbeat(r, self.name, epoch, metrics, partitions, cuts, released, lost)  # noqa: E731
         self.send(self.scheduler.ask(self.name, make), answered)

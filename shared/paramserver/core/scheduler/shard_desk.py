@@ -307,12 +307,18 @@ class ShardDesk:
     def _lost(self, shard: str, rows: Sequence[LostRow]) -> None:
         """Request again the values of partitions that were never stored and cannot be drawn.
 
+        Those that have been given up are lost as if their owner had died: the last leader gave them to others, and died
+        before Redis lost that.
         In sync at `applied` the whole model begins anew: no other clock is left that it could be of.  With a journal
         the others have what was acknowledged, and a timeline begins with the values there are.
         """
         behind: dict[str, Model] = {}
         for row in rows:
             model, index = self.c.owned(shard, row), row.partition
+            if model is not None and row.given_up:
+                self._lose(model, [index])
+                self.placement.place(model)
+                continue
             if model is None or model.owners[index].source == "init":
                 continue
             if model.gate.sync:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from paramserver import limits
-from paramserver.core.heartbeat_rows import CutRow, ReleasedRow, ServedRow
+from paramserver.core.heartbeat_rows import CutRow, LostRow, ReleasedRow, ServedRow
 from paramserver.core.partition_state import PartitionState
 from paramserver.core.shard.commit_desk import CommitDesk
 from paramserver.core.shard.durability import Durability
@@ -148,6 +148,12 @@ class ShardCore:
             if p.released:
                 yield ReleasedRow(key.name, key.generation, p.index, p.token, p.version, p.release_number, p.lsn)
 
+    def given_up(self) -> Iterator[LostRow]:
+        """Yield each partition that is owned again under a token under which it has been given up."""
+        for key, p in self._partitions():
+            if p.given_up:
+                yield LostRow(key.name, key.generation, p.index, p.token, True)
+
     def load_trouble(self) -> str:
         """Return why a partition could not be loaded when that was last tried; "" if none waits for another try."""
         return next((str(p.load_error) for _, p in self._partitions() if p.state is None and p.load_error), "")
@@ -257,6 +263,8 @@ class ShardCore:
     def _lose(self, model: ServedModel, p: Partition) -> list[RequestOperation]:
         """End an ownership; return the requests that were queued for the partition."""
         del model.partitions[p.index]
+        if p.state is not None:
+            model.given_up[p.index] = p.token
         self.durability.refuse(p, self._lost(model, p))
         self.plan.forget(p)
         self._handover.forget(p)

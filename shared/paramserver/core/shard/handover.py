@@ -4,6 +4,7 @@ from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
 
+from paramserver.core.shard.effects import Report
 from paramserver.core.shard.events import ModelView
 from paramserver.core.shard.mean_operations import CommitOperation, FlushOperation
 from paramserver.core.shard.operation import RequestOperation
@@ -30,7 +31,10 @@ class Handover:
         """Suspended partitions whose final state is still to be written."""
 
     def take_up(self, model: ServedModel, view: ModelView, index: int, token: Token, now: float) -> None:
-        """Begin an ownership: with the state kept in memory if this renews a refused one, else by loading it."""
+        """Begin an ownership: with the state kept in memory if this renews a refused one, else by loading it.
+
+        One that has ended here begins no more, as its source may be older than what this shard had; that is reported.
+        """
         kept = model.refused.get(index)
         if kept is not None and token <= kept.token:
             return  # a stale document
@@ -43,7 +47,8 @@ class Handover:
             return
         p = Partition.of(PartitionKey(model.key, index), token, model.layout, model.spec, model.revision)
         p.source, model.partitions[index] = view.sources.get(index, view.source), p
-        self._shard.perform(model.loading_of(p))
+        p.given_up = view.kept_from.get(index, token) <= model.given_up.get(index, 0)
+        self._shard.perform(Report() if p.given_up else model.loading_of(p))
 
     def follow(self, model: ServedModel, partition: Partition, number: int, now: float) -> None:
         """Have the partition suspended if its release is requested under this number, or resume it (0: it is not)."""

@@ -49,6 +49,8 @@ class Partition:
     """Where its state is loaded from."""
     state: PartitionState | None = None
     """None until loaded."""
+    given_up: bool = False
+    """It is not loaded, because this shard has given it up under this token, or the one that this renews."""
     load_error: PsError | None = None
     """Why the last attempt to load it failed."""
     load_again_s: float = LOAD_AGAIN_S

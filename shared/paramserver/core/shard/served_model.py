@@ -14,7 +14,7 @@ from paramserver.core.shard.partition import Partition
 from paramserver.core.shard.timers import Timer
 from paramserver.core.spec import ModelSpec
 from paramserver.errors import PsError, problem
-from paramserver.types import LEVELS, ModelKey
+from paramserver.types import LEVELS, ModelKey, Token
 
 if TYPE_CHECKING:
     from paramserver.core.shard.operation import RequestOperation
@@ -59,6 +59,11 @@ class ServedModel:
     """Partitions whose token Redis has replaced, although the feed has not said so yet.
 
     They stay in memory until it does: the new token may be a renewal of theirs, after Redis was emptied.
+    """
+    given_up: dict[int, Token] = field(default_factory=dict)
+    """Partition -> the last token under which it was in memory here, and then given up.
+
+    A leader that names this shard under that token again does not know of the next owner: Redis has lost the handover.
     """
     needs_report_at: int = -1
     """sync: the newest commit after which workers must report their clock themselves (`needs_report`); -1: none."""
