@@ -460,6 +460,17 @@ def test_a_model_at_applied_that_has_lost_values_begins_anew_as_a_whole() -> Non
     assert (document["source"], document["clock"]) == ("init", 0)
 
 
+def test_a_model_that_begins_anew_does_so_if_redis_loses_that() -> None:
+    """What Redis has still of a partition that has not begun is of an ended timeline, and perhaps of a later clock."""
+    d = lost_with_its_owner("applied")
+
+    for source in ("init", "init", "snapshot"):
+        if source == "snapshot":
+            d.beat("s0", stored=False)  # it has begun
+        d.empty_redis()
+        assert {options["source"] for _, _, options in d.document()["owners"]} == {source}
+
+
 @pytest.mark.parametrize("restarts", [False, True])
 def test_sync_is_not_entered_again_while_a_partition_has_yet_to_leave_it(restarts: bool) -> None:
     """A phase without a commit is also left by every partition before the next begins.

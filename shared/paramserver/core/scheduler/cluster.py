@@ -199,9 +199,12 @@ class Cluster:
     def renew_token(self, model: Model, index: int) -> None:
         """Continue the same ownership under a new token, because Redis has lost the old one."""
         owner = model.owners[index]
-        first, source, handed_lsn = owner.kept_from or owner.token, owner.source, owner.handed_lsn
-        # An owner that lacks the state after all must not take the initial values for the model's.
-        self.give_token(model, index, "snapshot" if model.initial.were_complete else source)
+        first, handed_lsn = owner.kept_from or owner.token, owner.handed_lsn
+        source = model.source if owner.source is None else owner.source
+        unbegun = source == "init" and owner.from_version is None
+        # An owner that lacks the state after all must not take the initial values for the model's, nor one that has yet
+        # to begin with these what is stored, which is of an ended timeline.
+        self.give_token(model, index, "snapshot" if model.initial.were_complete and not unbegun else source)
         owner.kept_from, owner.durable_version, owner.commits_from, owner.handed_lsn = first, 0, 0, handed_lsn
 
     def fence(self, shard: str, epoch: int) -> None:
