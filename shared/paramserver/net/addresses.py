@@ -10,7 +10,7 @@ from urllib.parse import quote, urlsplit
 
 from paramserver.core.urls import DEFAULT_URL, is_node_url, listed_urls
 from paramserver.errors import InDoubt, Unavailable, problem
-from paramserver.net.calls import Outcome, Response, TakenTooSlowly, is_gateway_failure
+from paramserver.net.calls import Outcome, Response, TakenTooSlowly, is_gateway_failure, is_problem
 
 ENV_URL: Final = "PARAMSERVER_URL"
 SCHEDULERS: Final = "x-paramserver-schedulers"
@@ -108,16 +108,12 @@ def _knows_no_leader(response: Response) -> bool:
     """Whether this node, or a proxy in front of it, had nobody to forward the request to."""
     if response.status != 503:
         return False
-    return not _is_problem(response) or b'"no_leader"' in response.body or b'"unavailable"' in response.body
+    return not is_problem(response) or b'"no_leader"' in response.body or b'"unavailable"' in response.body
 
 
 def is_refused_by_others(response: Response) -> bool:
     """Whether this is a refusal or redirection that no node has sent: the proxy of this URL has lost its way to one."""
-    return 300 <= response.status < 500 and response.status != 304 and not _is_problem(response)
-
-
-def _is_problem(response: Response) -> bool:
-    return response.headers.get("content-type", "").startswith("application/problem+json")
+    return 300 <= response.status < 500 and response.status != 304 and not is_problem(response)
 
 
 def _place(url: str) -> tuple[str, int | None]:

@@ -234,6 +234,11 @@ def error_of(response: Response) -> PsError:
     return from_document({**doc, "status": response.status})
 
 
+def is_problem(response: Response) -> bool:
+    """Whether it is a problem document, as every refusal of a node is."""
+    return response.headers.get("content-type", "").startswith("application/problem+json")
+
+
 def is_gateway_failure(response: Response) -> bool:
     """Whether a proxy had no answer from the node: the request may be executed.
 

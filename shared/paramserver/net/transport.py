@@ -16,7 +16,7 @@ from msgspec.structs import replace
 
 from paramserver.errors import InDoubt, PsError, Unreachable, problem
 from paramserver.net.addresses import Addresses, is_refused_by_others
-from paramserver.net.calls import Call, Deadline, Outcome, Pause, Request, Response, foreign, json_of
+from paramserver.net.calls import Call, Deadline, Outcome, Pause, Request, Response, foreign, is_problem, json_of
 from paramserver.net.concurrent_requests import ConcurrentRequests, Helpers, Interruptible, using_memory
 from paramserver.net.credentials import Credentials
 from paramserver.net.direct import AsyncDirectTransport, DirectTransport, NotHttp2, unreachable
@@ -307,6 +307,6 @@ def check(transport: BlockingTransport, urls: Sequence[str], timeout_s: float) -
         json_of(outcome)
     if 300 <= outcome.status < 400:
         raise foreign(outcome)
-    if outcome.status == 404 and outcome.headers.get("content-type", "").startswith("application/problem+json"):
+    if outcome.status == 404 and is_problem(outcome):
         hint = f"without its path: {urlsplit(outcome.url)._replace(path='').geturl()}"
         raise problem("malformed", f"'{outcome.url}' is not the URL of a cluster", hint=hint)
